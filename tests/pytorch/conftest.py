@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures for all tests of transformer_engine.pytorch."""
+
+import sys
+
+import pytest
+import torch
+
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+# Test processes that run side by side would wait for each other's threads most of the time.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    """Each device there is."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    """No test sees FP8 state or compiled code that another one left behind."""
+    yield
+    quantization = sys.modules.get("transformer_engine.pytorch.quantization")
+    if quantization is not None:
+        quantization.FP8GlobalStateManager.reset()
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()
+
+
+def _poison(tensor):
+    """Fill fresh memory so that reading it before writing it shows."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.fill_(float("nan"))
+    return tensor.fill_(0xA5) if tensor.dtype == torch.uint8 else tensor.fill_(0x5A)
+
+
+@pytest.fixture
+def poison_empty(monkeypatch):
+    """``torch.empty``, ``empty_like`` and ``new_empty`` return NaN or 0xA5 bytes, not leftovers."""
+
+    def poisoned(function):
+        return lambda *args, **kwargs: _poison(function(*args, **kwargs))
+
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+    ):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cached quantized weights (``is_first_microbatch``) in compiled modules, against eager twins.
+
+True quantizes and replaces the cache, False takes what is there, None neither reads nor writes it.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import transformer_engine.pytorch as te
+
+from compile_support import (
+    GEMM_MODULES,
+    K,
+    RECIPES,
+    Twins,
+    assert_same_bits,
+    build,
+    graphs,
+    random,
+    recipe_of,
+    same_bits,
+    with_recipe,
+)
+
+MICROBATCHES = (True, False, False)
+BYTES = ("_data", "_transpose_padded", "_scale_inv")
+QUANTIZED = tuple(recipe for recipe in RECIPES if recipe != "none")
+
+
+def call(module, x, recipe, first):
+    """The call that gets compiled."""
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        return module(x, is_first_microbatch=first)
+
+
+def make(kind, device):
+    """A module with all gradients; the MLP with a gated activation."""
+    return build(kind, device, **({"activation": "swiglu"} if kind == "LayerNormMLP" else {}))
+
+
+def weights_of(kind):
+    """Names of the cached weights."""
+    return ("fc1_weight", "fc2_weight") if kind == "LayerNormMLP" else ("weight",)
+
+
+def cache_of(module):
+    """The cached entries, by weight name."""
+    return dict(module._fp8_workspaces)
+
+
+def assert_same_cache(twins):
+    """Compiled and eager module cached the same bytes."""
+    tested, eager = cache_of(twins.module), cache_of(twins.eager)
+    assert set(tested) == set(eager)
+    for name, entry in tested.items():
+        for field in BYTES:
+            assert_same_bits(getattr(entry, field), getattr(eager[name], field), f"{name} {field}")
+
+
+def step_all(twins, optimizers):
+    """Optimizer step on both, so that cached weights become stale."""
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    twins.compare()
+
+
+def run_regression(kind, recipe, deferred, device, backend="aot_eager", **options):
+    """Five minibatches of three microbatches, an optimizer step after each."""
+    twins, quantized = Twins(make(kind, device), call, backend, **options), recipe != "none"
+    recipe = recipe_of(recipe)
+    optimizers = [
+        torch.optim.SGD(module.parameters(), lr=0.5) for module in (twins.module, twins.eager)
+    ]
+    previous, counts = {}, []
+    for minibatch in range(5):
+        if device == "cuda":
+            torch.compiler.cudagraph_mark_step_begin()
+        waiting = []
+        for i, first in enumerate(MICROBATCHES):
+            seed = 10 * minibatch + i
+            forward = twins.forward(random(16, K, device=device, seed=seed), recipe, first)
+            current = cache_of(twins.module)
+            assert set(current) == (set(weights_of(kind)) if quantized else set())
+            for name, entry in current.items():
+                assert (entry is previous.get(name)) == (not first)
+            previous = current
+            assert_same_cache(twins)
+            if deferred:
+                waiting.append((forward, seed))
+            else:
+                forward.backward(seed=seed)
+        for forward, seed in waiting:
+            forward.backward(seed=seed)
+        assert_same_cache(twins)
+        step_all(twins, optimizers)
+        counts.append(graphs())
+    assert counts[-1] <= 3
+    assert counts[1:] == [counts[1]] * 4
+
+
+@pytest.mark.parametrize("deferred", (False, True), ids=("immediate", "deferred"))
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", GEMM_MODULES)
+def test_microbatches(kind, recipe, deferred, device):
+    """The cache is replaced exactly on the first microbatch; everything equals eager."""
+    run_regression(kind, recipe, deferred, device)
+
+
+@pytest.mark.parametrize("deferred", (False, True), ids=("immediate", "deferred"))
+@pytest.mark.parametrize(
+    "kind,recipe", [("Linear", "current"), ("LayerNormLinear", "delayed"), ("LayerNormMLP", "current")]
+)
+def test_microbatches_inductor(kind, recipe, deferred, device):
+    """The same with the default backend."""
+    run_regression(kind, recipe, deferred, device, backend="inductor")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
+@pytest.mark.parametrize("deferred", (False, True), ids=("immediate", "deferred"))
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", GEMM_MODULES)
+def test_microbatches_cuda_graphs(kind, recipe, deferred):
+    """CUDA graphs from the first call on: nothing is skipped, nothing overwritten."""
+    run_regression(kind, recipe, deferred, "cuda", backend=None, mode="reduce-overhead")
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", GEMM_MODULES)
+def test_cold_cuda_graphs(kind, recipe):
+    """No eager call before: four training calls without a cache, all equal to eager."""
+    module = make(kind, "cuda")
+    twins = Twins(module, with_recipe, backend=None, mode="reduce-overhead")
+    recipe = recipe_of(recipe)
+    for step in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        twins.step(random(16, K, device="cuda", seed=step), recipe, seed=step)
+        twins.zero_grad()
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    assert graphs() == 1
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+@pytest.mark.parametrize("kind", GEMM_MODULES)
+def test_stale_by_design(kind, recipe, device):
+    """False after a change of the weights uses the old bytes; True then takes the new weights."""
+    twins, kept = Twins(make(kind, device), call), recipe_of(recipe)
+    x = random(16, K, device=device)
+    twins.step(x, kept, True)
+    stale = cache_of(twins.module)
+    with torch.no_grad():
+        for module in (twins.module, twins.eager):
+            for name in weights_of(kind):
+                getattr(module, name).neg_()
+    old = twins.step(x, kept, False)[0].clone()
+    assert cache_of(twins.module) == stale
+    new = twins.step(x, kept, True)[0]
+    assert not same_bits(old, new)
+    assert all(cache_of(twins.module)[name] is not entry for name, entry in stale.items())
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+@pytest.mark.parametrize("kind", GEMM_MODULES)
+def test_none_leaves_the_cache_alone(kind, recipe, device):
+    """None computes from the weights as they are, and the next False finds the old cache."""
+    twins, recipe = Twins(make(kind, device), call), recipe_of(recipe)
+    x = random(16, K, device=device)
+    twins.step(x, recipe, None)
+    assert not cache_of(twins.module)
+    twins.step(x, recipe, True)
+    kept = cache_of(twins.module)
+    contents = {name: copy.copy(getattr(entry, "_data").clone()) for name, entry in kept.items()}
+    with torch.no_grad():
+        for module in (twins.module, twins.eager):
+            for name in weights_of(kind):
+                getattr(module, name).mul_(-3)
+    for first in (None, False, None):
+        twins.step(x, recipe, first)
+        assert cache_of(twins.module) == kept
+        assert_same_cache(twins)
+    for name, entry in kept.items():
+        assert same_bits(entry._data, contents[name])
+    assert graphs() <= 4
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+@pytest.mark.parametrize("kind", GEMM_MODULES)
+def test_false_without_a_cache(kind, recipe, device):
+    """The very first call may say False: a cache is made, and kept from then on."""
+    twins, recipe = Twins(make(kind, device), call), recipe_of(recipe)
+    for seed in range(3):
+        twins.step(random(16, K, device=device, seed=seed), recipe, False)
+        assert set(cache_of(twins.module)) == set(weights_of(kind))
+        assert_same_cache(twins)
+        if seed:
+            assert cache_of(twins.module) == kept
+        kept = cache_of(twins.module)
+    assert graphs() <= 2
+
+
+@pytest.mark.parametrize("context", (torch.no_grad, torch.inference_mode))
+@pytest.mark.parametrize("recipe", QUANTIZED)
+@pytest.mark.parametrize("kind", GEMM_MODULES)
+def test_cache_made_in_inference_is_completed(kind, recipe, context, device):
+    """A cache made without gradients lacks what backward reads: training makes it anew."""
+    twins, recipe = Twins(make(kind, device), call), recipe_of(recipe)
+    x = random(16, K, device=device)
+    for module in (twins.module, twins.eager):
+        module.eval()
+    for first in (True, False):
+        with context():
+            results = [
+                function(x, recipe, first)
+                for function in (twins.compiled, lambda *args: call(twins.eager, *args))
+            ]
+        assert_same_bits(*results, "output")
+    lacking = cache_of(twins.module)
+    assert all(entry._transpose_padded is None for entry in lacking.values())
+    for module in (twins.module, twins.eager):
+        module.train()
+    for seed in range(3):
+        twins.step(x, recipe, False, seed=seed)
+        assert_same_cache(twins)
+        completed = cache_of(twins.module)
+        assert all(entry._transpose_padded is not None for entry in completed.values())
+        assert not seed or completed == kept
+        kept = completed
+    with context():  # and inference goes on with the complete cache
+        twins.compiled(x, recipe, False)
+        call(twins.eager, x, recipe, False)
+    assert cache_of(twins.module) == kept
+
+
+@pytest.mark.parametrize("order", ((True, False), (False, True)), ids=("eager_first", "compiled_first"))
+@pytest.mark.parametrize("recipe", QUANTIZED)
+@pytest.mark.parametrize("kind", GEMM_MODULES)
+def test_mixing_eager_and_compiled_calls(kind, recipe, order, device):
+    """One cache serves both: whoever makes it, the other uses it."""
+    twins, recipe = Twins(make(kind, device), call), recipe_of(recipe)
+    for minibatch in range(2):
+        for i, first in enumerate(MICROBATCHES):
+            before = cache_of(twins.module)
+            x = random(16, K, device=device, seed=10 * minibatch + i)
+            twins.step(x, recipe, first, eager_only=order[i % 2])
+            assert_same_cache(twins)
+            assert first or cache_of(twins.module) == before
+        with torch.no_grad():
+            for module in (twins.module, twins.eager):
+                for param in module.parameters():
+                    param.mul_(1.5)
+        twins.zero_grad()
+
+
+def test_cache_of_another_recipe_is_not_used(device):
+    """A cache that another format was made for is made anew, in both directions."""
+    twins = Twins(make("LayerNormMLP", device), call)
+    x = random(16, K, device=device)
+    recipes = [recipe_of("current"), recipe_of("current"), recipe_of("delayed")]
+    recipes[1].fp8_quant_fwd_weight = type(recipes[1].fp8_quant_fwd_weight)(power_2_scale=True)
+    for i in (0, 1, 0, 2, 1):
+        twins.step(x, recipes[i], False)
+        assert_same_cache(twins)
+
+
+@pytest.mark.parametrize("kind", GEMM_MODULES)
+def test_dynamic_batch(kind, device):
+    """Microbatches of different sizes add no graph."""
+    twins, recipe = Twins(make(kind, device), call, dynamic=True), recipe_of("current")
+    rows = iter((16, 24, 5, 33, 8, 16, 7, 9, 11))
+    for minibatch in range(3):
+        for first in MICROBATCHES:
+            twins.step(random(next(rows), K, device=device, seed=minibatch), recipe, first)
+    assert graphs() <= 3
+
+
+def test_one_layer_used_twice(device):
+    """True for the first use and False for the second within one graph: both gradients count."""
+
+    def twice(module, x, recipe):
+        with te.autocast(recipe=recipe):
+            y = module(x, is_first_microbatch=True)
+            return y + module(x * 2, is_first_microbatch=False)
+
+    for recipe in ("current", "delayed"):
+        twins = Twins(make("LayerNormMLP", device), twice)
+        kept = recipe_of(recipe)
+        for seed in range(3):
+            twins.step(random(16, K, device=device, seed=seed), kept, seed=seed)
+            assert_same_cache(twins)
+
+
+def test_moving_the_module_drops_the_cache(device):
+    """After ``.to()`` a compiled call with False quantizes the moved weight."""
+    twins, recipe = Twins(make("Linear", device), call), recipe_of("current")
+    x = random(16, K, device=device)
+    twins.step(x, recipe, True)
+    for module in (twins.module, twins.eager):
+        module.to(torch.float32)
+    twins.zero_grad()
+    twins.step(x.float(), recipe, False)
+    assert_same_cache(twins)

@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes: defaults, checks, coercion, equality, environment, and that Dynamo can make them."""
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+
+from transformer_engine.common import recipe as recipes
+from transformer_engine.common.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MMParams,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QParams,
+)
+from transformer_engine.pytorch.formats.spec import decode_quant
+
+
+def factory(role):
+    """A quantizer factory that no test calls."""
+    return role
+
+
+ALL = (
+    DelayedScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Float8BlockScaling,
+    NVFP4BlockScaling,
+    lambda **kw: CustomRecipe(factory, **kw),
+)
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    """Defaults must be those of a clean environment."""
+    for name in (
+        "NVTE_BACKWARD_OVERRIDE",
+        "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES",
+        "NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
+        "NVTE_NVFP4_DISABLE_RHT",
+        "NVTE_NVFP4_4OVER6",
+        "NVTE_NVFP4_4OVER6_ERR_MODE",
+    ):
+        monkeypatch.delenv(name, raising=False)
+
+
+def fields_of(recipe):
+    """Field values by name."""
+    return {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe)}
+
+
+def test_defaults():
+    assert fields_of(DelayedScaling()) == {
+        "margin": 0,
+        "fp8_format": Format.HYBRID,
+        "amax_history_len": 1024,
+        "amax_compute_algo": "max",
+        "scaling_factor_compute_algo": None,
+        "reduce_amax": True,
+        "fp8_dpa": False,
+        "fp8_mha": False,
+        "backward_override": None,
+    }
+    current = Float8CurrentScaling()
+    assert (current.use_power_2_scales, current.fp8_format) == (False, Format.HYBRID)
+    assert current.fp8_gemm_fprop == MMParams(use_split_accumulator=False)
+    assert current.fp8_gemm_dgrad == current.fp8_gemm_wgrad == MMParams(use_split_accumulator=True)
+    assert current.fp8_quant_fwd_inp == current.fp8_quant_bwd_grad == QParams()
+    mxfp8 = MXFP8BlockScaling()
+    assert (mxfp8.margin, mxfp8.fp8_format, mxfp8.enable_2d_quantization) == (0, Format.E4M3, False)
+    block = Float8BlockScaling()
+    assert (block.x_block_scaling_dim, block.w_block_scaling_dim) == (1, 2)
+    assert block.grad_block_scaling_dim == 1 and block.fp8_format == Format.E4M3
+    assert block.fp8_quant_fwd_weight == QParams(power_2_scale=True)
+    nvfp4 = NVFP4BlockScaling()
+    assert (nvfp4.nvfp4_4over6, nvfp4.nvfp4_4over6_e4m3_use_256) == ("none", "all")
+    assert nvfp4.nvfp4_4over6_err_mode == "MAE"
+    assert nvfp4.fp4_quant_fwd_inp == QParams(random_hadamard_transform=True)
+    assert nvfp4.fp4_quant_fwd_weight == QParams(fp4_2d_quantization=True)
+    assert nvfp4.fp4_quant_bwd_grad == QParams(
+        random_hadamard_transform=True, stochastic_rounding=True
+    )
+    assert CustomRecipe(factory).quantization_alignment == 128
+
+
+def test_format_values():
+    largest = {f.name: (f.value.max_fwd, f.value.max_bwd) for f in Format}
+    assert largest == {
+        "E2M1": (6, 6),
+        "E4M3": (448, 448),
+        "E5M2": (57344, 57344),
+        "HYBRID": (448, 57344),
+    }
+
+
+@pytest.mark.parametrize(
+    "make, delayed, current, per_tensor, mxfp8, block, nvfp4, custom",
+    [
+        (ALL[0], True, False, True, False, False, False, False),
+        (ALL[1], False, True, True, False, False, False, False),
+        (ALL[2], False, False, False, True, False, False, False),
+        (ALL[3], False, False, False, False, True, False, False),
+        (ALL[4], False, False, False, False, False, True, False),
+        (ALL[5], False, False, False, False, False, False, True),
+    ],
+)
+def test_predicates(make, delayed, current, per_tensor, mxfp8, block, nvfp4, custom):
+    recipe = make()
+    for kind in (recipe, type(recipe)):
+        assert kind.delayed() == delayed
+        assert kind.float8_current_scaling() == current
+        assert kind.float8_per_tensor_scaling() == per_tensor
+        assert kind.mxfp8() == mxfp8
+        assert kind.float8_block_scaling() == block
+        assert kind.nvfp4() == nvfp4
+        assert kind.custom() == custom
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (lambda: DelayedScaling(fp8_format=Format.E5M2), "E5M2"),
+        (lambda: DelayedScaling(backward_override="dequantized"), "must be None"),
+        (lambda: DelayedScaling(amax_compute_algo="median"), "amax_compute_algo"),
+        (lambda: DelayedScaling(margin=2.5), "margin must be an integer"),
+        (lambda: DelayedScaling(amax_history_len=0), "at least 1"),
+        (lambda: DelayedScaling(reduce_amax="perhaps"), "reduce_amax"),
+        (lambda: DelayedScaling(fp8_format="HYBRID"), "must be a Format"),
+        (lambda: DelayedScaling(scaling_factor_compute_algo=3), "scaling_factor_compute_algo"),
+        (lambda: Float8CurrentScaling(fp8_format=Format.E5M2), "E5M2"),
+        (lambda: Float8CurrentScaling(backward_override="bf16"), "backward_override"),
+        (lambda: Float8CurrentScaling(fp8_gemm_fprop=True), "must be a MMParams"),
+        (lambda: MXFP8BlockScaling(fp8_format=Format.E5M2), "E5M2"),
+        (lambda: Float8BlockScaling(x_block_scaling_dim=2), "at most one"),
+        (lambda: Float8BlockScaling(grad_block_scaling_dim=2), "at most one"),
+        (
+            lambda: Float8BlockScaling(
+                x_block_scaling_dim=2, grad_block_scaling_dim=2, w_block_scaling_dim=1
+            ),
+            "at most one",
+        ),
+        (lambda: Float8BlockScaling(w_block_scaling_dim=3), "w_block_scaling_dim"),
+        (lambda: Float8BlockScaling(fp8_gemm_wgrad=MMParams(False)), "fp8_gemm_wgrad"),
+        (lambda: Float8BlockScaling(fp8_dpa=True), "fp8_dpa"),
+        (lambda: NVFP4BlockScaling(fp8_format=Format.HYBRID), "fp8_format"),
+        (lambda: NVFP4BlockScaling(fp4_format=Format.E4M3), "fp4_format"),
+        (lambda: NVFP4BlockScaling(nvfp4_4over6="some"), "nvfp4_4over6"),
+        (lambda: NVFP4BlockScaling(nvfp4_4over6_err_mode="MAX"), "err_mode"),
+        (
+            lambda: CustomRecipe(factory, quantization_alignment=0),
+            "quantization_alignment must be positive",
+        ),
+        (lambda: CustomRecipe(3), "qfactory"),
+        (lambda: MMParams(use_split_accumulator=1), "True or False"),
+    ],
+)
+def test_what_does_not_fit_is_a_value_error(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_custom_recipe_needs_a_factory():
+    with pytest.raises(TypeError):
+        CustomRecipe()
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_unknown_keywords_are_ignored(make):
+    recipe = make(override_linear_precision=(False, False, False), interval=1, params_dtype=None)
+    assert recipe == make()
+    assert not hasattr(recipe, "interval")
+
+
+def test_positional_arguments_and_coercion():
+    assert DelayedScaling(2, Format.E4M3, 16) == DelayedScaling(
+        margin="2", fp8_format=Format.E4M3, amax_history_len=16.0
+    )
+    assert DelayedScaling(reduce_amax=0).reduce_amax is False
+    assert Float8CurrentScaling("true").use_power_2_scales is True
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_equality_copies_and_pickles(make):
+    recipe = make()
+    assert recipe == make() and recipe is not make()
+    assert (
+        copy.copy(recipe) == copy.deepcopy(recipe) == pickle.loads(pickle.dumps(recipe)) == recipe
+    )
+    changed = copy.deepcopy(recipe)
+    changed.fp8_dpa = True
+    assert changed != recipe
+    assert changed != object()
+    with pytest.raises(TypeError):
+        hash(recipe)
+
+
+def test_different_classes_are_not_equal():
+    class Mine(DelayedScaling):
+        """A subclass."""
+
+    assert Mine() != DelayedScaling()
+    assert Mine() == Mine()
+
+
+def test_assigned_quantization_parameters_count_in_equality():
+    recipe = Float8CurrentScaling()
+    recipe.fp8_quant_bwd_grad = QParams(power_2_scale=True)
+    assert recipe != Float8CurrentScaling()
+
+
+def test_assignment_is_not_checked_and_repr_follows():
+    recipe = DelayedScaling()
+    recipe.margin = 7
+    recipe.fp8_format = Format.E5M2
+    assert "margin=7" in repr(recipe) and "fp8_format=E5M2" in repr(recipe)
+    assert recipe._spec.startswith("x=delayed,e5m2,")
+
+
+def test_replace():
+    assert dataclasses.replace(DelayedScaling(margin=1), amax_history_len=2) == DelayedScaling(
+        1, amax_history_len=2
+    )
+
+
+def test_subclass_with_its_own_constructor():
+    class FromConfig(DelayedScaling):
+        """As Megatron does it: attributes before the base constructor, keywords it does not know."""
+
+        def __init__(self, config, **extra):
+            self.config = config
+            super().__init__(margin=config, override_linear_precision=(False,), **extra)
+
+    recipe = FromConfig(3, reduce_amax=False)
+    assert (recipe.config, recipe.margin, recipe.reduce_amax) == (3, 3, False)
+    assert FromConfig.delayed()
+    assert recipe._update_rule == "1024,max,3,448,57344,0"
+
+
+def test_class_names_in_pickles_are_the_public_ones():
+    for name in recipes.__all__:
+        assert getattr(recipes, name).__module__ == "transformer_engine.common.recipe"
+
+
+# --- the strings that modules compute by --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "recipe, spec",
+    [
+        (
+            Float8CurrentScaling(),
+            "x=current,e4m3,0,0.0;w=current,e4m3,0,0.0;g=current,e5m2,0,0.0;acc=0,1,1",
+        ),
+        (
+            Float8CurrentScaling(use_power_2_scales=True, fp8_format=Format.E4M3),
+            "x=current,e4m3,1,0.0;w=current,e4m3,1,0.0;g=current,e4m3,1,0.0;acc=0,1,1",
+        ),
+        (
+            Float8CurrentScaling(
+                fp8_gemm_fprop=MMParams(True),
+                fp8_gemm_wgrad=MMParams(False),
+                backward_override="dequantized",
+            ),
+            "x=current,e4m3,0,0.0;w=current,e4m3,0,0.0;g=current,e5m2,0,0.0;acc=1,1,0;bwd=dequantized",
+        ),
+        (
+            DelayedScaling(),
+            "x=delayed,e4m3,0,0.0;w=delayed,e4m3,0,0.0;g=delayed,e5m2,0,0.0;acc=0,1,1",
+        ),
+        (MXFP8BlockScaling(), ""),
+        (NVFP4BlockScaling(), ""),
+    ],
+)
+def test_spec(recipe, spec):
+    assert recipe._spec == spec
+    for part in filter(None, spec.split(";")):
+        key, _, value = part.partition("=")
+        if key in ("x", "w", "g"):
+            assert decode_quant(value).encode() == value
+
+
+def test_spec_follows_assignment():
+    recipe = Float8CurrentScaling()
+    recipe.fp8_quant_fwd_inp = QParams(amax_epsilon=0.25)
+    assert recipe._spec.startswith("x=current,e4m3,0,0.25;w=current,e4m3,0,0.0;")
+    recipe.backward_override = "high_precision"
+    assert recipe._spec.endswith(";bwd=high_precision")
+
+
+def test_update_rule_says_when_python_functions_are_needed():
+    assert (
+        DelayedScaling(amax_compute_algo="most_recent")._update_rule
+        == "1024,most_recent,0,448,57344,1"
+    )
+    assert ",python," in DelayedScaling(amax_compute_algo=torch.amax)._update_rule
+    assert ",python," in DelayedScaling(scaling_factor_compute_algo=torch.amax)._update_rule
+
+
+def test_scale_flags_take_effect():
+    assert Float8CurrentScaling(use_power_2_scales=True).fp8_quant_fwd_weight.power_2_scale
+    assert not Float8BlockScaling(use_f32_scales=True).fp8_quant_fwd_weight.power_2_scale
+    off = NVFP4BlockScaling(
+        disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
+    )
+    assert off.fp4_quant_fwd_inp == off.fp4_quant_fwd_weight == off.fp4_quant_bwd_grad == QParams()
+
+
+# --- environment ----------------------------------------------------------------------------------------
+
+
+def test_environment_is_read_when_a_recipe_is_made(monkeypatch):
+    monkeypatch.setenv("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "1")
+    monkeypatch.setenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
+    monkeypatch.setenv("NVTE_NVFP4_DISABLE_RHT", "1")
+    monkeypatch.setenv("NVTE_NVFP4_4OVER6", "weights")
+    monkeypatch.setenv("NVTE_NVFP4_4OVER6_ERR_MODE", "mse")
+    monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "high_precision")
+    current = Float8CurrentScaling()
+    assert current.fp8_quant_fwd_inp.power_2_scale and current.backward_override == "high_precision"
+    assert Float8CurrentScaling(backward_override=None).backward_override is None
+    assert not Float8CurrentScaling(use_power_2_scales=False).use_power_2_scales
+    assert not Float8BlockScaling().fp8_quant_fwd_inp.power_2_scale
+    nvfp4 = NVFP4BlockScaling()
+    assert nvfp4.disable_rht and nvfp4.nvfp4_4over6 == "weights"
+    assert nvfp4.nvfp4_4over6_err_mode == "MSE"
+
+
+def test_delayed_scaling_says_that_it_ignores_the_backward_override(monkeypatch):
+    monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "dequantized")
+    with pytest.warns(UserWarning, match="NVTE_BACKWARD_OVERRIDE"):
+        assert DelayedScaling().backward_override is None
+
+
+def test_a_wrong_flag_is_named(monkeypatch):
+    monkeypatch.setenv("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "yes")
+    with pytest.raises(ValueError, match="NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES"):
+        Float8CurrentScaling()
+
+
+# --- Dynamo ---------------------------------------------------------------------------------------------
+
+
+def test_recipes_are_made_and_changed_in_a_graph():
+    def make(x):
+        current = Float8CurrentScaling(use_power_2_scales=True)
+        current.fp8_quant_fwd_inp = QParams(amax_epsilon=0.5)
+        delayed = DelayedScaling(margin=1, amax_history_len=2)
+        delayed.fp8_format = Format.E4M3
+        others = (
+            MXFP8BlockScaling(),
+            Float8BlockScaling(),
+            NVFP4BlockScaling(),
+            CustomRecipe(factory),
+        )
+        strings = [r._spec + r._update_rule for r in (current, delayed, *others)]
+        return x + 1, strings, delayed.delayed(), current.float8_per_tensor_scaling()
+
+    torch._dynamo.reset()
+    expected = make(torch.ones(2))
+    result = torch.compile(make, backend="eager", fullgraph=True)(torch.ones(2))
+    assert result[1:] == expected[1:]
+
+
+def test_constant_mark_is_the_one_dynamo_sets():
+    def sample():
+        return True
+
+    torch._dynamo.assume_constant_result(sample)
+    assert vars(sample) == vars(recipes._base.environment.flag)

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the hardware does natively, and which recipes this version computes.
+
+The two are different things: a recipe that is computed runs on every device, because quantization
+is defined by arithmetic and a GEMM that the hardware lacks is done on the dequantized operands. The
+`is_*_available` functions speak about native support only.
+"""
+
+from __future__ import annotations
+
+from typing import Tuple, Union
+
+import torch
+
+from ..common.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from .environment import constant_in_graphs
+from .utils import get_device_compute_capability
+
+NO_DEVICE = "No CUDA device is there."
+
+
+def _cuda_version() -> Tuple[int, ...]:
+    """Version of CUDA that PyTorch was built with; ``(0,)`` for a build without."""
+    return tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
+
+
+@constant_in_graphs
+def _why_not(feature: str) -> str:
+    """Why the current device has no native support of `feature`; "" if it has."""
+    capability = get_device_compute_capability()
+    if capability == (0, 0):
+        return NO_DEVICE
+    return _REASONS[feature](capability)
+
+
+def _why_no_fp8(capability: Tuple[int, int]) -> str:
+    if capability >= (9, 0):
+        return ""
+    if capability < (8, 9):
+        return "Device compute capability 8.9 or higher required for FP8 execution."
+    if _cuda_version() < (12, 1):
+        return "CUDA version 12.1 or higher required for FP8 execution on compute capability 8.9."
+    return ""
+
+
+def _why_no_mxfp8(capability: Tuple[int, int]) -> str:
+    if capability >= (12, 0):
+        return "MXFP8 (for all gemm layouts) is not supported on 12.0+ architectures yet."
+    if capability < (10, 0):
+        return "Device compute capability 10.0 or higher required for MXFP8 execution."
+    return ""
+
+
+def _why_no_block_scaling(capability: Tuple[int, int]) -> str:
+    if capability < (9, 0) or _cuda_version() < (12, 9):
+        return "FP8 block scaled GEMM requires compute capability 9.0 or higher and CUDA 12.9 or newer."
+    return ""
+
+
+def _why_no_nvfp4(capability: Tuple[int, int]) -> str:
+    if capability < (10, 0):
+        return "Device compute capability 10.0 or higher required for NVFP4 execution."
+    return ""
+
+
+_REASONS = {
+    "fp8": _why_no_fp8,
+    "mxfp8": _why_no_mxfp8,
+    "block": _why_no_block_scaling,
+    "nvfp4": _why_no_nvfp4,
+}
+
+
+def _answer(feature: str, return_reason: bool) -> Union[bool, Tuple[bool, str]]:
+    reason = _why_not(feature)
+    return (reason == "", reason) if return_reason else reason == ""
+
+
+def is_fp8_available(return_reason: bool = False) -> Union[bool, Tuple[bool, str]]:
+    """Whether the current device has native FP8 GEMMs; with `return_reason` also why not ("" if it
+    has).
+    """
+    return _answer("fp8", return_reason)
+
+
+def is_mxfp8_available(return_reason: bool = False) -> Union[bool, Tuple[bool, str]]:
+    """Whether the current device has native MXFP8 GEMMs; with `return_reason` also why not ("" if
+    it has).
+    """
+    return _answer("mxfp8", return_reason)
+
+
+def is_fp8_block_scaling_available(return_reason: bool = False) -> Union[bool, Tuple[bool, str]]:
+    """Whether the current device has native GEMMs with FP8 block scales; with `return_reason` also
+    why not.
+    """
+    return _answer("block", return_reason)
+
+
+def is_nvfp4_available(return_reason: bool = False) -> Union[bool, Tuple[bool, str]]:
+    """Whether the current device has native NVFP4 GEMMs; with `return_reason` also why not ("" if
+    it has).
+    """
+    return _answer("nvfp4", return_reason)
+
+
+def is_bf16_available(return_reason: bool = False) -> Union[bool, Tuple[bool, str]]:
+    """Whether the device computes in bfloat16 (CPUs do); with `return_reason` also why not ("" if
+    it does).
+    """
+    capability = get_device_compute_capability()
+    reason = ""
+    if (0, 0) < capability < (8, 0):
+        reason = "Device compute capability 8.0 or higher required for BF16 execution."
+    return (reason == "", reason) if return_reason else reason == ""
+
+
+def check_fp8_support() -> Tuple[bool, str]:
+    """``is_fp8_available(return_reason=True)``."""
+    return _answer("fp8", True)
+
+
+def check_mxfp8_support() -> Tuple[bool, str]:
+    """``is_mxfp8_available(return_reason=True)``."""
+    return _answer("mxfp8", True)
+
+
+def check_fp8_block_scaling_support() -> Tuple[bool, str]:
+    """``is_fp8_block_scaling_available(return_reason=True)``."""
+    return _answer("block", True)
+
+
+def check_nvfp4_support() -> Tuple[bool, str]:
+    """``is_nvfp4_available(return_reason=True)``."""
+    return _answer("nvfp4", True)
+
+
+def check_recipe_support(recipe: Recipe) -> None:
+    """Raise a RuntimeError if the modules of this version do not compute `recipe`. Hardware is
+    never a reason.
+    """
+    if not isinstance(recipe, Recipe):
+        raise RuntimeError(
+            f"A recipe must be an instance of transformer_engine.common.recipe.Recipe, not"
+            f" {type(recipe).__name__}."
+        )
+    if recipe._spec == "":
+        raise RuntimeError(
+            f"The recipe {type(recipe).__name__} is not available yet in this version of"
+            f" transformer_engine. Available"
+            " are DelayedScaling and Float8CurrentScaling."
+        )
+
+
+def get_default_recipe() -> Recipe:
+    """The recipe where none is given.
+
+    `DelayedScaling` on CUDA devices older than compute capability 10.0, as in the reference
+    package. `Float8CurrentScaling` elsewhere: on the CPU, and on newer devices, where MXFP8 would
+    be the choice for 10.x and 11.x, but is not computed yet.
+    """
+    capability = get_device_compute_capability()
+    if (0, 0) < capability < (10, 0):
+        return DelayedScaling()
+    return Float8CurrentScaling()
+
+
+# The name that the function had before recipes other than FP8 existed.
+get_default_fp8_recipe = get_default_recipe

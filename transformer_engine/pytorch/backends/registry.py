@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend table: which implementations each leaf op has, what each needs, and which one is taken.
+
+A row answers one question, ``why_not(request)``: the empty string means "usable", anything else is
+the reason, a full sentence part that warnings, errors and ``te.explain`` print as it is. Rows are
+tried in order; the first usable one is taken. The choice never depends on the number of rows of an
+operand, so a compiled graph with a dynamic batch cannot pick a different kernel than eager does.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Callable, Iterator, NamedTuple
+
+import torch
+
+
+class Request(NamedTuple):
+    """What a leaf op is asked to run on."""
+
+    leaf: str
+    device: torch.device
+    dtype: torch.dtype
+    quant: str = ""
+    aligned: bool = True  # every feature dimension of the GEMM operands is a multiple of 16
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation of some leaf ops."""
+
+    name: str
+    leaves: frozenset[str]
+    module: str
+    why_not: Callable[[Request], str]
+
+
+class Choice(NamedTuple):
+    """The implementation taken for a request and the ones passed over, with reasons."""
+
+    name: str
+    run: Callable
+    passed_over: tuple[tuple[str, str], ...]
+
+
+POINTWISE_LEAVES = frozenset(
+    {
+        "quantize",
+        "dequantize",
+        "norm_forward",
+        "norm_backward",
+        "activation_forward",
+        "activation_backward",
+        "bias_grad",
+        "record_amax_",
+        "delayed_scaling_update_",
+    }
+)
+_PACKAGE = "transformer_engine.pytorch.backends"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@functools.lru_cache(maxsize=None)
+def device_capability(index: int) -> tuple[int, int]:
+    """Compute capability of CUDA device ``index``."""
+    return torch.cuda.get_device_capability(index)
+
+
+def has_fp8_tensor_cores(device: torch.device) -> bool:
+    """Whether the GPU multiplies FP8 operands in hardware (compute capability 8.9 and newer)."""
+    return device.type == "cuda" and device_capability(device.index or 0) >= (8, 9)
+
+
+def needs_transposed_operands(device: torch.device) -> bool:
+    """Whether FP8 GEMMs take only operands whose contracted dimension is the last one.
+
+    True up to Hopper (and for the CPU, which mirrors it); Blackwell data-center parts also multiply
+    the other layouts.
+    """
+    if device.type != "cuda":
+        return True
+    major, _ = device_capability(device.index or 0)
+    return not (10 <= major < 12 or major >= 13)
+
+
+@functools.lru_cache(maxsize=1)
+def triton_missing() -> str:
+    """Why Triton can not be used on this machine; empty if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    return ""
+
+
+def _triton_why_not(request: Request) -> str:
+    if request.device.type != "cuda":
+        return f"Triton kernels run on CUDA devices, not on {request.device.type}"
+    if request.dtype not in _FLOATS and request.dtype is not torch.uint8:
+        return f"the Triton kernels take float32, bfloat16 and float16, not {request.dtype}"
+    if request.quant and device_capability(request.device.index or 0) < (8, 9):
+        return "Triton casts to FP8 only on GPUs of compute capability 8.9 and newer"
+    return triton_missing()
+
+
+def _scaled_mm_why_not(request: Request) -> str:
+    if not request.quant:
+        return "the operands are not quantized"
+    if not has_fp8_tensor_cores(request.device):
+        return f"{request.device} has no FP8 tensor cores"
+    if not request.aligned:
+        return "cuBLASLt wants in_features and out_features to be multiples of 16 for FP8"
+    return ""
+
+
+def _mm_why_not(request: Request) -> str:
+    return "the operands are quantized" if request.quant else ""
+
+
+def _always(_: Request) -> str:
+    return ""
+
+
+_GEMM = frozenset({"gemm"})
+ROWS: tuple[Row, ...] = (
+    Row("cublas_fp8", _GEMM, "cublas:scaled_gemm", _scaled_mm_why_not),
+    Row("torch_mm", _GEMM, "cublas:plain_gemm", _mm_why_not),
+    Row("dequantized_mm", _GEMM, "cublas:dequantized_gemm", _always),
+    Row("triton", POINTWISE_LEAVES, "triton", _triton_why_not),
+    Row("reference", POINTWISE_LEAVES, "reference", _always),
+)
+
+_forced: list[str] = []
+
+
+@functools.lru_cache(maxsize=None)
+def select(request: Request) -> Choice:
+    """Take the first usable implementation for ``request`` and say why others were passed over."""
+    passed_over = []
+    for row in ROWS:
+        if request.leaf not in row.leaves:
+            continue
+        reason = row.why_not(request)
+        if not reason and _forced and row.name != _forced[-1] and request.leaf != "gemm":
+            reason = f"force_backend({_forced[-1]!r}) is active"
+        if reason:
+            passed_over.append((row.name, reason))
+            continue
+        module, _, function = row.module.partition(":")
+        implementation = getattr(
+            importlib.import_module(f"{_PACKAGE}.{module}"), function or request.leaf
+        )
+        return Choice(row.name, implementation, tuple(passed_over))
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over) or "no row names it"
+    raise RuntimeError(f"No backend can run {request.leaf} on {request.device}: {reasons}.")
+
+
+@contextmanager
+def force_backend(name: str) -> Iterator[None]:
+    """Run pointwise leaf ops with the backend called ``name`` (for tests and debugging)."""
+    _forced.append(name)
+    select.cache_clear()
+    try:
+        yield
+    finally:
+        _forced.pop()
+        select.cache_clear()

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""quantize and dequantize of per-tensor FP8, and the launches other leaves share with them.
+
+Memory traffic per element of bf16 input with both orientations: delayed 4 bytes (one pass), current
+6 bytes (amax pass, cast pass). The cast pass walks the tensor backwards, because the amax pass has
+just left its end in the L2 cache.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...formats.spec import QuantSpec, decode_quant
+from .common import (
+    MAX_PARTIALS,
+    Buffers,
+    amax_of_tile,
+    cast_block,
+    cast_to_fp8,
+    empty,
+    finish_amax_kernel,
+    format_code,
+    maximum_dropping_nan,
+    padded_partials,
+    prefetch_scale,
+    quantization_buffers,
+    quantization_scale,
+    reduce_partials,
+    runs_on_its_device,
+    store_bytes,
+    tile_count,
+    tile_rows_and_columns,
+)
+
+
+@triton.jit
+def amax_kernel(x, partials, numel, BLOCK: tl.constexpr):
+    """partials[pid] = max |x| over every num_programs-th block of the flat tensor."""
+    pid = tl.program_id(0)
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for start in range(pid.to(tl.int64) * BLOCK, numel, step):
+        i = start + tl.arange(0, BLOCK)
+        v = tl.load(x + i, mask=i < numel, other=0.0).to(tl.float32)
+        acc = maximum_dropping_nan(acc, tl.abs(v))
+    tl.store(partials + pid, tl.max(acc, 0))
+
+
+@triton.jit(do_not_specialize=["slot", "n_partials", "M"])
+def cast_kernel(
+    x,
+    row,
+    col,
+    scale,
+    slot,
+    partials,
+    n_partials,
+    amax,
+    scale_inv,
+    eps,
+    M,
+    N,
+    DELAYED: tl.constexpr,
+    REDUCE: tl.constexpr,
+    FMT: tl.constexpr,
+    POW2: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    BP: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Bytes of x[M, N] in one or both orientations; without REDUCE also its amax (atomic)."""
+    pid = tl.program_id(0)
+    tile = tl.num_programs(0) - 1 - pid if REDUCE else pid
+    rm, rn = tile_rows_and_columns(tile, N, BM, BN)
+    mask = (rm < M)[:, None] & (rn < N)[None, :]
+    p = prefetch_scale(scale, slot, partials, n_partials, DELAYED, BP)
+    v = tl.load(x + rm[:, None] * N + rn[None, :], mask=mask, other=0.0).to(tl.float32)
+    s = quantization_scale(
+        p, partials, n_partials, amax, scale_inv, eps, pid == 0, DELAYED, REDUCE, FMT, POW2, BP
+    )  # fmt: skip
+    if not REDUCE:
+        tl.atomic_max(amax, amax_of_tile(v), sem="relaxed")
+    store_bytes(cast_to_fp8(v * s, FMT), row, col, rm, rn, N, M, N, ROW, COL)
+
+
+@triton.jit(do_not_specialize=["n_partials", "M"])
+def transpose_bytes_kernel(
+    row,
+    col,
+    partials,
+    n_partials,
+    amax,
+    M,
+    N,
+    BP: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """col[N, Mp] = transpose of row[M, N], zero padded; amax[0] = maximum of the partials."""
+    pid = tl.program_id(0)
+    if pid == 0:
+        tl.store(amax, reduce_partials(partials, n_partials, BP))
+    rm, rn = tile_rows_and_columns(pid, N, BM, BN)
+    mask = (rm < M)[:, None] & (rn < N)[None, :]
+    q = tl.load(row + rm[:, None] * N + rn[None, :], mask=mask, other=0)
+    store_bytes(q, row, col, rm, rn, N, M, N, False, True)
+
+
+@triton.jit
+def dequantize_kernel(data, scale_inv, y, numel, BLOCK: tl.constexpr):
+    """y = fp32(data) * scale_inv over the flat tensor."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    v = tl.load(data + i, mask=i < numel, other=0.0).to(tl.float32)
+    tl.store(y + i, (v * tl.load(scale_inv)).to(y.dtype.element_ty), mask=i < numel)
+
+
+def partial_amaxes(x: Tensor) -> Tensor:
+    """Partial maxima of |x|, fp32 [1 to MAX_PARTIALS]; any shape, contiguous."""
+    numel = x.numel()
+    block, warps = (2048, 4) if numel <= 1 << 22 else (8192, 8)
+    programs = min(max(1, triton.cdiv(numel, block)), MAX_PARTIALS)
+    partials = empty(x, (programs,), torch.float32)
+    amax_kernel[(programs,)](x, partials, numel, BLOCK=block, num_warps=warps)
+    return partials
+
+
+def launch_cast(
+    x: Tensor, out: Buffers, spec: QuantSpec, scale: Optional[Tensor], slot, partials
+) -> None:
+    """Fill ``out`` from ``x [M, K]``. ``partials`` hold the amax, or None: it is accumulated."""
+    rows, columns = x.shape
+    block_m, block_n, warps = cast_block(rows, columns)
+    n_partials = 1 if partials is None else partials.numel()
+    cast_kernel[(tile_count(rows, columns, block_m, block_n),)](
+        x,
+        out.row,
+        out.col,
+        scale,
+        slot or 0,
+        partials,
+        n_partials,
+        out.amax,
+        out.scale_inv,
+        spec.eps,
+        rows,
+        columns,
+        DELAYED=spec.kind == "delayed",
+        REDUCE=partials is not None,
+        FMT=format_code(spec),
+        POW2=spec.pow2,
+        ROW=out.row is not None,
+        COL=out.col is not None,
+        BP=padded_partials(n_partials),
+        BM=block_m,
+        BN=block_n,
+        num_warps=warps,
+    )
+
+
+def launch_transpose(row: Tensor, col: Optional[Tensor], partials: Tensor, amax: Tensor) -> None:
+    """col = byte transpose of row, if there is a col; amax = maximum of the partials."""
+    n_partials = partials.numel()
+    block_p = padded_partials(n_partials)
+    if col is None:
+        finish_amax_kernel[(1,)](partials, amax, n_partials, BP=block_p)
+        return
+    rows, columns = row.shape
+    block_m, block_n, warps = cast_block(rows, columns)
+    transpose_bytes_kernel[(tile_count(rows, columns, block_m, block_n),)](
+        row,
+        col,
+        partials,
+        n_partials,
+        amax,
+        rows,
+        columns,
+        BP=block_p,
+        BM=block_m,
+        BN=block_n,
+        num_warps=warps,
+    )
+
+
+@runs_on_its_device
+def quantize(
+    x: Tensor,
+    quant: str,
+    scale: Optional[Tensor],
+    slot: Optional[int],
+    amax: Optional[Tensor],
+    rowwise: bool,
+    columnwise: bool,
+):
+    """Quantize ``x [M, K]`` to FP8 with one scale.
+
+    Args:
+        x: contiguous, fp32, bf16 or fp16; M may be 0.
+        quant: encoded ``QuantSpec``.
+        scale, slot: fp32 vector and the index of the element to use (delayed scaling).
+        amax: fp32 [1], used instead of the amax of ``x`` (current scaling).
+        rowwise, columnwise: the orientations to write.
+
+    Returns:
+        (row uint8 [M, K], col uint8 [K, Mp] zero padded from M, scale_inv fp32 [1], amax fp32 [1]);
+        an orientation that is not wanted is None.
+    """
+    spec = decode_quant(quant)
+    delayed = spec.kind == "delayed"
+    out = quantization_buffers(x, spec, *x.shape, rowwise, columnwise, zero_amax=delayed)
+    if delayed:
+        partials = None
+    else:
+        partials = partial_amaxes(x) if amax is None else amax
+    launch_cast(x, out, spec, scale, slot, partials)
+    return tuple(out)
+
+
+@runs_on_its_device
+def dequantize(data: Tensor, scale_inv: Tensor, quant: str, dtype: torch.dtype) -> Tensor:
+    """``round(fp32(data) * scale_inv)`` in ``dtype``, in the shape of ``data`` (uint8 bytes)."""
+    e4m3 = decode_quant(quant).fmt == "e4m3"
+    y = empty(data, data.shape, dtype)
+    if data.numel():
+        values = data.view(torch.float8_e4m3fn if e4m3 else torch.float8_e5m2)
+        grid = (triton.cdiv(data.numel(), 4096),)
+        dequantize_kernel[grid](values, scale_inv, y, data.numel(), BLOCK=4096, num_warps=4)
+    return y

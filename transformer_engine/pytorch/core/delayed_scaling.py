@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of delayed scaling and its life, the same in eager and inside a compiled graph.
+
+Each module owns one `DelayedScalingState`: scale and amax history of its forward and of its
+backward slots, as plain tensors. A *region* is the outermost ``autocast``. In it,
+
+1. the module's first use is marked (`enter`), every use records its amaxes in row 0 of the history;
+2. the backward of that first use, which is the last of the module's backwards of this region,
+   renews the backward scales (`update_backward`);
+3. the end of the region renews the forward scales of all modules used in it (`finish_region`).
+
+The reference package renews all backward scales together, at the end of the backward of the first
+module. Renewing each module's own is equivalent, because nobody reads them in between, and needs no
+list of modules in the graph.
+
+A region that begins inside a trace keeps the list of its states in `REGION.states`, which is traced
+too. Otherwise the end of the region, which is eager then, looks for states that are `pending`. So
+compiled modules inside an eager region read no global list, and modules of one class share one
+graph.
+
+State belongs to the process, not to a thread.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import contextmanager
+from typing import Any, Iterable, List, Optional, Sequence, Union
+
+import torch
+from torch import Tensor
+
+from ..environment import constant_in_graphs
+from .ops import kernels
+from .update_rule import PYTHON_RULE_IN_GRAPH, UpdateRule, decode_rule, unfused_update
+
+
+class _WeakList:
+    """Objects in the order they came in, which all ranks share, without keeping them alive."""
+
+    def __init__(self) -> None:
+        self._references: List[weakref.ref] = []
+
+    def add(self, obj: Any) -> None:
+        """Append `obj`."""
+        self._references.append(weakref.ref(obj))
+
+    def live(self) -> List[Any]:
+        """The objects that still exist."""
+        found = [reference() for reference in self._references]
+        if any(obj is None for obj in found):
+            self._references = [r for r, obj in zip(self._references, found) if obj is not None]
+            found = [obj for obj in found if obj is not None]
+        return found
+
+
+_MODULES = _WeakList()
+_STATES = _WeakList()
+
+
+class Region:
+    """What the current region says; one instance, `REGION`, because traced code can write to it.
+
+    * `rule`: string (or `UpdateRule`) of the active recipe's update, "" where delayed scaling is
+      off
+    * `states`: states used in a region that began in a trace; None for eager regions and outside of
+      regions
+    """
+
+    def __init__(self) -> None:
+        self.rule: Union[str, UpdateRule] = ""
+        self.states: Optional[list] = None
+
+
+REGION = Region()
+
+
+class DelayedScalingState:
+    """Scales and amax histories of one module, fp32.
+
+    `fwd_scale` ``[n_fwd]``, `fwd_history` ``[length, n_fwd]``, `bwd_scale` ``[n_bwd]``,
+    `bwd_history`` [length, n_bwd]``. Row 0 of a history is the row in use. `pending` is True
+    between the module's first use in a region and the region's end; `rule` is the update rule of
+    that use.
+    """
+
+    def __init__(self, n_fwd: int, n_bwd: int, length: int, device: torch.device) -> None:
+        self.fwd_scale = _static(torch.ones(n_fwd, dtype=torch.float32, device=device))
+        self.fwd_history = _static(torch.zeros(length, n_fwd, dtype=torch.float32, device=device))
+        self.bwd_scale = _static(torch.ones(n_bwd, dtype=torch.float32, device=device))
+        self.bwd_history = _static(torch.zeros(length, n_bwd, dtype=torch.float32, device=device))
+        self.pending = False
+        self.rule: Union[str, UpdateRule] = ""
+        _STATES.add(self)
+
+    def __setstate__(self, state: dict) -> None:
+        # A copy (copy.deepcopy of the module, or unpickling) is a state of its own, outside of any
+        # region.
+        self.__dict__.update(state)
+        for tensor in (self.fwd_scale, self.fwd_history, self.bwd_scale, self.bwd_history):
+            _static(tensor)
+        self.pending = False
+        self.rule = ""
+        _STATES.add(self)
+
+    def move(self, device: Optional[torch.device]) -> None:
+        """Move the tensors to `device`; None leaves them where they are."""
+        if device is None or self.fwd_scale.device == device:
+            return
+        with _ordinary_tensors():
+            self.fwd_scale = _static(self.fwd_scale.to(device))
+            self.fwd_history = _static(self.fwd_history.to(device))
+            self.bwd_scale = _static(self.bwd_scale.to(device))
+            self.bwd_history = _static(self.bwd_history.to(device))
+
+    def resize(self, length: int) -> None:
+        """Give the histories `length` rows: the first ones stay, new ones are zero."""
+        if self.fwd_history.shape[0] == length:
+            return
+        with _ordinary_tensors():
+            self.fwd_history = _with_rows(self.fwd_history, length)
+            self.bwd_history = _with_rows(self.bwd_history, length)
+
+    def bwd_update(self) -> Union[str, UpdateRule]:
+        """What the backward of the first use hands to `update_backward`."""
+        return self.rule
+
+
+def _static(tensor: Tensor) -> Tensor:
+    """Keep Dynamo from making the sizes of `tensor` symbols.
+
+    With ``dynamic=True`` it would take a batch of as many rows as the history for the same symbol,
+    and so fix it. Same mark as ``torch._dynamo.mark_static`` sets; that function does nothing while
+    Dynamo traces, when most states are made.
+    """
+    tensor._dynamo_static_indices = set(range(tensor.dim()))
+    return tensor
+
+
+def _with_rows(history: Tensor, length: int) -> Tensor:
+    resized = history.new_zeros(length, history.shape[1])
+    kept = min(length, history.shape[0])
+    resized[:kept] = history[:kept]
+    return _static(resized)
+
+
+@contextmanager
+def _ordinary_tensors():
+    """Make real tensors that training may change, whatever the caller is in the middle of.
+
+    Dispatch modes would make fake tensors, functorch wrapped ones, and inference mode tensors that
+    can never be changed outside of it.
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch._C._DisableFuncTorch():
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+
+
+# --- states of modules ----------------------------------------------------------------------------
+
+
+def register(module: torch.nn.Module) -> None:
+    """Let states of `module` be made while a graph that uses it is traced. Call it when the module
+    is made or copied.
+
+    The module has an attribute `_delayed_scaling`, None at first, and methods `delayed_slots() ->
+    (n_fwd, n_bwd)` and `delayed_device() -> torch.device or None` (None while its parameters are on
+    the meta device).
+    """
+    _MODULES.add(module)
+
+
+def state_of(module: torch.nn.Module, recipe) -> DelayedScalingState:
+    """The state of `module` for the `DelayedScaling` recipe: made, moved or resized if need be."""
+    length = int(recipe._update_rule.partition(",")[0])
+    if torch.compiler.is_compiling():
+        # Before the trace looks at the attribute, so that the graph is bound to a state that
+        # exists.
+        _prepare_all(length)
+    else:
+        _prepare(module, length)
+    state = module._delayed_scaling
+    if state is None:
+        raise RuntimeError(
+            f"Delayed scaling of {type(module).__name__} has nowhere to keep its scales, because"
+            f" the parameters of the"
+            " module are on the meta device. Call its reset_parameters() before its first use."
+        )
+    if state.fwd_history.shape[0] != length:
+        raise RuntimeError(
+            f"The amax history of {type(module).__name__} has {state.fwd_history.shape[0]} rows,"
+            f" but the recipe asks for"
+            f" {length}. Register the module with delayed_scaling.register before it is compiled."
+        )
+    return state
+
+
+@constant_in_graphs
+def _prepare_all(length: int) -> bool:
+    """Prepare every registered module; Dynamo runs this for real while it traces."""
+    for module in _MODULES.live():
+        _prepare(module, length)
+    return True
+
+
+def _prepare(module: torch.nn.Module, length: int) -> None:
+    state = module._delayed_scaling
+    device = module.delayed_device()
+    if state is not None:
+        state.move(device)
+        state.resize(length)
+    elif device is not None:
+        with _ordinary_tensors():
+            module._delayed_scaling = DelayedScalingState(*module.delayed_slots(), length, device)
+
+
+# --- recording ------------------------------------------------------------------------------------
+
+
+def enter(state: DelayedScalingState) -> bool:
+    """Mark a use of the module; True if it is the first one in this region.
+
+    The backward of the first use, and only that one, calls `update_backward`.
+    """
+    if torch.compiler.is_compiling() and not isinstance(REGION.rule, str):
+        raise RuntimeError(PYTHON_RULE_IN_GRAPH)
+    if state.pending:
+        return False
+    state.pending = True
+    state.rule = REGION.rule
+    if REGION.states is not None:
+        REGION.states.append(state)
+    return True
+
+
+def record_forward(
+    state: DelayedScalingState, amaxes: Sequence[Optional[Tensor]], slots: Sequence[int]
+) -> None:
+    """Fold each amax (fp32 ``[1]``, None is skipped) into its slot of row 0 of the forward history.
+    """
+    record_backward(state.fwd_history, amaxes, slots)
+
+
+def record_backward(
+    history: Tensor, amaxes: Sequence[Optional[Tensor]], slots: Sequence[int]
+) -> None:
+    """As `record_forward`, for a history that is given as the tensor ``[length, n]`` itself."""
+    found = [amax for amax in amaxes if amax is not None]
+    if found:
+        used = [slot for amax, slot in zip(amaxes, slots) if amax is not None]
+        kernels().record_amax_(history, found, used)
+
+
+def update_backward(history: Tensor, scale: Tensor, rule: Union[str, UpdateRule]) -> None:
+    """Renew the backward `scale` ``[n]`` from `history` ``[length, n]``, in place.
+
+    `rule` is what ``state.bwd_update()`` gave in the forward pass of the module's first use in the
+    region.
+    """
+    rule = decode_rule(rule)
+    _reduce([history[0]], rule.group)
+    _update(history, scale, rule.bwd_max, rule)
+
+
+def update_forward(states: Iterable[DelayedScalingState]) -> None:
+    """Renew the forward scales of `states`, in place, each by the rule of its last use."""
+    states = [state for state in states if state.rule != ""]
+    rows: dict = {}
+    for state in states:
+        rows.setdefault(decode_rule(state.rule).group, []).append(state.fwd_history[0])
+    for group, members in rows.items():
+        _reduce(members, group)
+    for state in states:
+        rule = decode_rule(state.rule)
+        _update(state.fwd_history, state.fwd_scale, rule.fwd_max, rule)
+
+
+def _update(history: Tensor, scale: Tensor, fp8_max: float, rule: UpdateRule) -> None:
+    if rule.unfused or rule.recipe is not None:
+        unfused_update(history, scale, fp8_max, rule)
+    else:
+        kernels().delayed_scaling_update_(history, scale, fp8_max, rule.margin, rule.algo)
+
+
+def _reduce(rows: List[Tensor], group: str) -> None:
+    """Maximum of each of `rows` over the ranks of the process group named `group` ("" for none), in
+    place.
+    """
+    if group == "":
+        return
+    collectives = torch.ops._c10d_functional
+    largest = collectives.all_reduce.default(torch.cat(rows), "max", group)
+    largest = collectives.wait_tensor.default(largest)
+    for row, part in zip(rows, torch.split(largest, [row.shape[0] for row in rows])):
+        row.copy_(part)
+
+
+# --- regions --------------------------------------------------------------------------------------
+
+
+def begin_region() -> None:
+    """The outermost autocast begins."""
+    # Uses outside of a region (a checkpoint that recomputes in backward) leave states pending.
+    _forget_pending()
+    REGION.states = [] if torch.compiler.is_compiling() else None
+
+
+def finish_region(update: bool) -> None:
+    """The outermost autocast ends; with `update`, the forward scales of the modules used in it are
+    renewed.
+    """
+    states = REGION.states
+    if states is None:
+        states = [state for state in _STATES.live() if state.pending]
+    if update:
+        update_forward(states)
+    for state in states:
+        state.pending = False
+    REGION.states = None
+
+
+@constant_in_graphs
+def _forget_pending() -> bool:
+    for state in _STATES.live():
+        state.pending = False
+    return True
+
+
+def live_states() -> List[DelayedScalingState]:
+    """All states that exist, in the order in which they were made."""
+    return _STATES.live()

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the running torch can compile of this package, with reasons, and the fallback to eager."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Callable
+
+import torch
+
+from ..environment import constant_in_graphs
+from ..torch_version import torch_version
+
+FALLBACK = "Falling back to eager execution under torch.compile: "
+MINIMUM_TORCH = (2, 11)
+
+
+@constant_in_graphs
+def torch_obstacle() -> str:
+    """Why this torch can not compile module ops; empty if it can."""
+    if torch_version()[:2] < MINIMUM_TORCH:
+        return (
+            f"torch {torch.__version__} is older than {MINIMUM_TORCH[0]}.{MINIMUM_TORCH[1]}, the"
+            " first version whose custom ops and guards the module ops rely on; upgrade torch."
+        )
+    return ""
+
+
+def compile_obstacle(module, inp) -> str:
+    """Why this call of ``module`` can not be part of a compiled graph; empty if it can."""
+    reason = torch_obstacle()
+    if reason:
+        return reason
+    if module.fsdp_group is not None:
+        return (
+            f"'{module.name}' was prepared by prepare_te_modules_for_fsdp (FSDP1), which scatters"
+            " saved tensors from Python; use fully_shard (FSDP2) instead."
+        )
+    if not isinstance(inp, torch.Tensor):
+        return f"the input is a {type(inp).__name__}, not a torch.Tensor."
+    return module.unsupported_in_graph()
+
+
+def compiled_or_eager(forward: Callable) -> Callable:
+    """Wrap a module's ``forward``: in a trace, leave what can not be compiled to eager, and say so.
+
+    Without ``fullgraph`` the graph breaks at the module, a warning names the reason and the module
+    runs in eager; with ``fullgraph=True`` Dynamo raises an exception that carries the reason.
+    """
+
+    @functools.wraps(forward)
+    def wrapper(self, inp, *args, **kwargs):
+        if torch.compiler.is_compiling():
+            prepare_for_dynamo()
+            reason = compile_obstacle(self, inp)
+            if reason:
+                torch._dynamo.graph_break(FALLBACK + reason)
+                return _outside["run"](forward, reason, self, inp, *args, **kwargs)
+        return forward(self, inp, *args, **kwargs)
+
+    return wrapper
+
+
+def _run_in_eager(forward: Callable, reason: str, *args, **kwargs):
+    """Run ``forward`` outside of the graph."""
+    warnings.warn(FALLBACK + reason, UserWarning, stacklevel=2)
+    return forward(*args, **kwargs)
+
+
+# Filled when the first module is traced: importing Dynamo takes seconds that eager users save.
+_outside: dict[str, Callable] = {}
+
+
+@constant_in_graphs
+def prepare_for_dynamo() -> bool:
+    """Called while a module is traced; Dynamo runs it for real and takes its result for a
+    constant.
+
+    torch 2.11 and 2.12 skip tensor guards while a module's dict is untouched, and so miss that a
+    parameter was frozen or unfrozen after compilation. The shortcut is switched off there.
+    """
+    if _outside:
+        return True
+    _outside["run"] = torch.compiler.disable(_run_in_eager, reason=FALLBACK + "see the warning.")
+    if torch_version()[:2] < (2, 13):
+        torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = False
+    return True

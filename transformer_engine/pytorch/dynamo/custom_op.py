@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registers a module op from its forward and its backward function.
+
+One implementation, three readings:
+
+* eager: ``ModuleFunction`` (``module_function.py``) calls the functions with the backends, no
+  dispatcher between;
+* fake: the registered fake is the same function, run on fake tensors, whose leaf ops answer with
+  shapes;
+* compiled: Dynamo records ``torch.ops.transformer_engine.<module>``; AOTAutograd's
+  functionalization replaces it by the leaf ops, so Inductor sees them and plans memory across.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Callable, Optional
+
+import torch
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+from ..core import module_ops
+from ..core.config import decode_config
+from ..environment import constant_in_graphs
+from ..core.ops import EAGER, GRAPH, LIBRARY, outside_autocast
+from . import fake  # noqa: F401  # pylint: disable=unused-import  # registers the leaf fakes
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleOp:
+    """A module's op pair.
+
+    ``outputs``: number of leading forward outputs that users see and that are differentiable;
+    ``amaxes``: number of trailing forward (and backward) outputs that delayed scaling records;
+    ``gradients``: names of the inputs that have a gradient, in the order backward returns them.
+    """
+
+    forward_op: Callable
+    backward_op: Callable
+    forward: Callable
+    backward: Callable
+    save: Callable
+    inputs: tuple
+    gradients: tuple
+    outputs: int
+    amaxes: int
+    forward_results: int
+    takes_scale: bool  # of delayed scaling
+    gradient_index: tuple  # per input the position of its gradient in backward's results, or None
+
+
+def _registered(name: str, function: Callable, arguments: str, results: str) -> Callable:
+    """Define one op whose every reading is ``function(k, config, *tensors)``."""
+    LIBRARY.define(
+        f"{name}({arguments}, str config) -> ({results})", tags=(torch.Tag.pt2_compliant_tag,)
+    )
+
+    def run(*args):
+        return outside_autocast(function, EAGER, decode_config(args[-1]), *args[:-1])
+
+    def trace(*args):
+        return function(GRAPH, decode_config(args[-1]), *args[:-1])
+
+    def decompose(mode, func, types, args, kwargs):
+        del func, types
+        with mode:
+            return trace(*args, **(kwargs or {}))
+
+    qualified = f"transformer_engine::{name}"
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(qualified, trace, lib=LIBRARY)
+    torch.library.register_torch_dispatch(qualified, FunctionalTensorMode, decompose, lib=LIBRARY)
+    return getattr(torch.ops.transformer_engine, name).default
+
+
+def _optional(names: str, required: tuple = ()) -> str:
+    """Schema arguments: ``Tensor? name`` for each name, ``Tensor name`` for required ones."""
+    return ", ".join(f"Tensor{'' if n in required else '?'} {n}" for n in names.split())
+
+
+def _module_op(
+    name: str, inputs: str, results: str, saved: str, gradients: str, *, outputs: int, amaxes: int
+) -> ModuleOp:
+    """Register ``name`` and ``name_backward`` from ``core/module_ops.py``."""
+    forward = getattr(module_ops, f"{name}_forward")
+    backward = getattr(module_ops, f"{name}_backward")
+    save = getattr(module_ops, f"{name}_save")
+    required = tuple(n for n in inputs.split() if n == "x" or n.endswith("weight"))
+    grads = "dy" if outputs == 1 else "dy d_ln_out"
+    amax_names = " ".join(f"amax{i}" for i in range(amaxes))
+    scale = " bwd_scale" if "fwd_scale" in inputs else ""
+    position = {n: i for i, n in enumerate(gradients.split())}
+    op = ModuleOp(
+        forward_op=_registered(
+            name, forward, _optional(inputs, required), _optional(f"{results} {amax_names}", ("y",))
+        ),
+        backward_op=_registered(
+            f"{name}_backward",
+            backward,
+            _optional(f"{grads} {saved}{scale}", ("dy",)),
+            _optional(" ".join(f"grad_{n}" for n in gradients.split()) + f" {amax_names}"),
+        ),
+        forward=forward,
+        backward=backward,
+        save=save,
+        inputs=tuple(inputs.split()),
+        gradients=tuple(gradients.split()),
+        outputs=outputs,
+        amaxes=amaxes,
+        takes_scale=bool(scale),
+        forward_results=len(results.split()) + amaxes,
+        gradient_index=tuple(position.get(n) for n in inputs.split()),
+    )
+    _register_autograd(name, op)
+    return op
+
+
+def _register_autograd(name: str, op: ModuleOp) -> None:
+    """Autograd of the op itself, for callers outside of ``ModuleFunction`` (``torch.export``)."""
+    scale_input = op.inputs.index("fwd_scale") if op.takes_scale else None
+
+    def setup_context(ctx, inputs, output):
+        *tensors, config = inputs
+        ctx.set_materialize_grads(False)
+        ctx.config = config
+        ctx.output = (output[0].shape, output[0].dtype, output[0].device)
+        ctx.mark_non_differentiable(*(t for t in output[op.outputs :] if t is not None))
+        # Without a module there is no backward scale: delayed scaling then quantizes with ones.
+        scale = None if scale_input is None else tensors[scale_input]
+        scale = None if scale is None else torch.ones_like(scale)
+        ctx.bwd_scale = (scale,) if op.takes_scale else ()
+        ctx.save_for_backward(*saved_tensors(save_plan(name, config), tensors, output))
+
+    def backward(ctx, *grads):
+        grads = materialized(ctx.output, grads[: op.outputs])
+        results = op.backward_op(*grads, *ctx.saved_tensors, *ctx.bwd_scale, ctx.config)
+        return (*(None if i is None else results[i] for i in op.gradient_index), None)
+
+    torch.library.register_autograd(
+        f"transformer_engine::{name}", backward, setup_context=setup_context, lib=LIBRARY
+    )
+
+
+def materialized(output, grads) -> list[Optional[Tensor]]:
+    """Contiguous gradients; a missing gradient of the GEMM output is zeros."""
+    first = grads[0]
+    if first is None:
+        shape, dtype, device = output
+        first = torch.zeros(shape, dtype=dtype, device=device)
+    return [first.contiguous(), *(None if g is None else g.contiguous() for g in grads[1:])]
+
+
+@constant_in_graphs
+def save_plan(name: str, config: str) -> tuple:
+    """Which tensors backward needs: ``("in" | "out", index)`` for each slot, None if absent.
+
+    Dynamo calls this once while tracing and takes the result for a constant, so that no
+    configuration is decoded in traced code.
+    """
+    return _save_plan(name, config)
+
+
+@functools.lru_cache(maxsize=None)
+def _save_plan(name: str, config: str) -> tuple:
+    op = OPS[name]
+    # ``save`` only selects: run it on markers in place of tensors.
+    inputs = [("in", i) for i in range(len(op.inputs))]
+    outputs = [("out", i) for i in range(op.forward_results)]
+    return tuple(op.save(decode_config(config), inputs, outputs))
+
+
+def saved_tensors(plan: tuple, inputs, outputs) -> list[Optional[Tensor]]:
+    """The tensors that ``plan`` names."""
+    sources = {"in": inputs, "out": outputs}
+    return [None if slot is None else sources[slot[0]][slot[1]] for slot in plan]
+
+
+OPS = {
+    "normalization": _module_op(
+        "normalization",
+        "x ln_weight ln_bias",
+        "y mean rstd",
+        "x ln_weight mean rstd",
+        "x ln_weight ln_bias",
+        outputs=1,
+        amaxes=0,
+    ),
+    "linear": _module_op(
+        "linear",
+        "x weight bias w_row w_col w_scale_inv fwd_scale",
+        "y x_row x_col x_scale_inv",
+        "x x_row x_col x_scale_inv weight w_row w_col w_scale_inv",
+        "x weight bias",
+        outputs=1,
+        amaxes=1,
+    ),
+    "layernorm_linear": _module_op(
+        "layernorm_linear",
+        "x ln_weight ln_bias weight bias w_row w_col w_scale_inv fwd_scale",
+        "y ln_out mean rstd x_row x_col x_scale_inv",
+        "x ln_weight mean rstd ln_out x_row x_col x_scale_inv weight w_row w_col w_scale_inv",
+        "x ln_weight ln_bias weight bias",
+        outputs=2,
+        amaxes=1,
+    ),
+    "layernorm_mlp": _module_op(
+        "layernorm_mlp",
+        "x ln_weight ln_bias fc1_weight fc1_bias fc2_weight fc2_bias w1_row w1_col w1_scale_inv"
+        " w2_row w2_col w2_scale_inv fwd_scale",
+        "y ln_out mean rstd x_col x_scale_inv h a a_col a_scale_inv",
+        "x ln_weight mean rstd ln_out x_col x_scale_inv h a a_col a_scale_inv fc1_weight w1_col"
+        " w1_scale_inv fc2_weight w2_col w2_scale_inv",
+        "x ln_weight ln_bias fc1_weight fc1_bias fc2_weight fc2_bias",
+        outputs=2,
+        amaxes=2,
+    ),
+}

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What leaf ops answer to a compiler: shapes, dtypes, devices, presence of each output.
+
+These are the only shape-only functions of the package. Module ops have none: their fake is the
+module function itself, run on fake tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..core.activation import activation_width
+from ..core.ops import GRAPH, LIBRARY
+from ..formats.layout import quantized_layout
+from ..formats.spec import decode_quant
+
+
+def _new(like: Tensor, shape, dtype: torch.dtype) -> Tensor:
+    """A fresh contiguous tensor on the device of ``like``."""
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def fake_quantized(like: Tensor, rows, columns, quant: str, rowwise: bool, columnwise: bool):
+    """``(row, col, scale_inv, amax)`` of a quantized ``[rows, columns]``; Nones without ``quant``."""
+    spec = decode_quant(quant)
+    if spec is None:
+        return None, None, None, None
+    layout = quantized_layout(spec, rows, columns, rowwise, columnwise)
+    return (
+        None if layout.row is None else _new(like, layout.row, torch.uint8),
+        None if layout.col is None else _new(like, layout.col, torch.uint8),
+        _new(like, layout.scale_inv, torch.float32),
+        _new(like, layout.amax, torch.float32),
+    )
+
+
+def fake_norm(x, kind: str, quant: str, rowwise: bool, columnwise: bool, want_output: bool):
+    """``(output, mean, rstd, row, col, scale_inv, amax)`` of a norm over the rows of ``x [M, K]``.
+
+    Mean and rstd are fp32, one value per row, on the device of ``x``; RMSNorm has no mean. Shared by
+    every module that contains a norm.
+    """
+    rows, columns = x.shape
+    output = _new(x, (rows, columns), x.dtype) if want_output or not quant else None
+    mean = _new(x, (rows,), torch.float32) if kind == "LayerNorm" else None
+    rstd = _new(x, (rows,), torch.float32)
+    return (
+        output,
+        mean,
+        rstd,
+        *fake_quantized(x, rows, columns, quant, rowwise, columnwise),
+    )
+
+
+def _quantize(x, quant, scale, slot, amax, rowwise, columnwise):
+    return fake_quantized(x, x.shape[0], x.shape[1], quant, rowwise, columnwise)
+
+
+def _dequantize(data, scale_inv, quant, dtype):
+    return _new(data, data.shape, dtype)
+
+
+def _norm_forward(
+    x,
+    weight,
+    bias,
+    eps,
+    zero_centered,
+    kind,
+    quant,
+    scale,
+    slot,
+    rowwise,
+    columnwise,
+    want_output,
+):
+    return fake_norm(x, kind, quant, rowwise, columnwise, want_output)
+
+
+def _norm_backward(dy, dy2, x, mean, rstd, weight, zero_centered, kind, need_dx, need_dweight):
+    return (
+        _new(x, x.shape, x.dtype) if need_dx else None,
+        _new(x, weight.shape, weight.dtype) if need_dweight else None,
+        (_new(x, weight.shape, weight.dtype) if need_dweight and kind == "LayerNorm" else None),
+    )
+
+
+def _activation_forward(
+    x, act, limit, alpha, offset, quant, scale, slot, rowwise, columnwise, want_output
+):
+    rows, columns = x.shape[0], activation_width(act, x.shape[1])
+    output = _new(x, (rows, columns), x.dtype) if want_output or not quant else None
+    return (output, *fake_quantized(x, rows, columns, quant, rowwise, columnwise))
+
+
+def _activation_backward(
+    dy,
+    x,
+    act,
+    limit,
+    alpha,
+    offset,
+    quant,
+    scale,
+    slot,
+    rowwise,
+    columnwise,
+    want_output,
+    want_bias_grad,
+):
+    rows, columns = x.shape
+    return (
+        _new(x, (rows, columns), x.dtype) if want_output or not quant else None,
+        *fake_quantized(x, rows, columns, quant, rowwise, columnwise),
+        _new(x, (columns,), x.dtype) if want_bias_grad else None,
+    )
+
+
+def _bias_grad(dy):
+    return _new(dy, (dy.shape[1],), dy.dtype)
+
+
+def _gemm(a, b, bias, a_scale_inv, b_scale_inv, a_quant, b_quant, layout, out_dtype, fast_accum):
+    rows = a.shape[1] if layout == "NT" else a.shape[0]
+    columns = b.shape[0] if layout == "TN" else b.shape[1]
+    return _new(a, (rows, columns), out_dtype)
+
+
+def _nothing(*_):
+    return None
+
+
+FAKES = {
+    "quantize": _quantize,
+    "dequantize": _dequantize,
+    "norm_forward": _norm_forward,
+    "norm_backward": _norm_backward,
+    "activation_forward": _activation_forward,
+    "activation_backward": _activation_backward,
+    "bias_grad": _bias_grad,
+    "gemm": _gemm,
+    "record_amax_": _nothing,
+    "delayed_scaling_update_": _nothing,
+}
+
+for _leaf in vars(GRAPH):
+    torch.library.register_fake(f"transformer_engine::{_leaf}", FAKES[_leaf], lib=LIBRARY)

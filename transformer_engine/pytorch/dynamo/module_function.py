@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a module op, with autograd and with the state of delayed scaling."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..core.config import decode_config
+from ..core.delayed_scaling import record_backward, update_backward
+from ..core.ops import EAGER, is_plain, outside_autocast, through_dispatcher
+from .custom_op import OPS, materialized, save_plan, saved_tensors
+
+
+class ModuleFunction(torch.autograd.Function):
+    """Autograd of a module call, in eager and under Dynamo.
+
+    ``bwd_scale`` and ``bwd_history`` are the module's live backward state of delayed scaling. They
+    are kept as plain attributes of the context, not as saved tensors: another backward may renew
+    them in place before this one runs, and that is intended.
+    """
+
+    @staticmethod
+    def forward(ctx, name, config, want, bwd_scale, bwd_history, slots, rule, *tensors):
+        op = OPS[name]
+        outputs = _run(op.forward_op, op.forward, config, tensors)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*saved_tensors(save_plan(name, config), tensors, outputs))
+        ctx.name, ctx.config = name, config
+        ctx.bwd_scale, ctx.bwd_history = bwd_scale, bwd_history
+        ctx.slots, ctx.rule = slots, rule
+        # Compiled code always hands over a gradient, so the description of y is not needed there.
+        compiling = torch.compiler.is_compiling()
+        ctx.output = None if compiling else (outputs[0].shape, outputs[0].dtype, outputs[0].device)
+        amaxes = outputs[len(outputs) - op.amaxes :]
+        ctx.mark_non_differentiable(*[a for a in amaxes if a is not None])
+        return _visible(op, outputs, want)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        if torch.compiler.is_compiling():
+            return _backward(ctx, *grads)
+        return _eager_backward(ctx, *grads)
+
+
+def _backward(ctx, *grads):
+    op = OPS[ctx.name]
+    grads = materialized(ctx.output, grads[: op.outputs])
+    scale = (ctx.bwd_scale,) if op.takes_scale else ()
+    arguments = (*grads, *ctx.saved_tensors, *scale)
+    results = _run(op.backward_op, op.backward, ctx.config, arguments)
+    if ctx.bwd_history is not None:
+        record_backward(ctx.bwd_history, results[len(results) - op.amaxes :], ctx.slots)
+        if ctx.rule is not None:
+            update_backward(ctx.bwd_history, ctx.bwd_scale, ctx.rule)
+    grads = [None if i is None else results[i] for i in op.gradient_index]
+    return (None, None, None, None, None, None, None, *grads)
+
+
+# Second derivatives are refused instead of being computed with statistics held constant.
+_eager_backward = once_differentiable(_backward)
+
+
+def _visible(op, outputs, want_norm_output: bool):
+    """``(y[, ln_out], *amaxes)``: what leaves the function; the rest is for backward only."""
+    amaxes = outputs[len(outputs) - op.amaxes :]
+    if op.outputs == 1:
+        return (outputs[0], *amaxes)
+    return (outputs[0], outputs[1] if want_norm_output else None, *amaxes)
+
+
+def _run(registered, function, config: str, tensors):
+    """One reading of a module function: the registered op where the dispatcher is watched."""
+    if through_dispatcher() or not is_plain(tensors[0]):
+        return registered(*tensors, config)
+    return outside_autocast(function, EAGER, decode_config(config), *tensors)
+
+
+def run_module_op(name: str, config: str, bwd_state, tensors, *, train: bool, want: bool = False):
+    """Run module op ``name`` on ``tensors``.
+
+    ``bwd_state`` is ``(scale, history, slots, rule)`` of delayed scaling's backward direction, with
+    ``rule`` None except for the first use in a region, or Nones. ``train``: some gradient is wanted;
+    ``want``: return the norm output. Returns ``(y[, ln_out], *amaxes)``; an amax is None unless
+    delayed scaling records it.
+    """
+    if train:
+        return ModuleFunction.apply(name, config, want, *bwd_state, *tensors)
+    # Nothing needs a gradient: no autograd node, nothing kept.
+    op = OPS[name]
+    return _visible(op, _run(op.forward_op, op.forward, config, tensors), want)
