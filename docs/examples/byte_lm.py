@@ -20,12 +20,13 @@ import json
 import math
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from byte_lm_report import Progress, Run, distances, plot, print_table
 from torch import nn
 
 import transformer_engine.pytorch as te
@@ -37,11 +38,12 @@ RECIPES = {
     "delayed": partial(DelayedScaling, amax_history_len=16),
 }
 VOCABULARY = 256  # a token is a byte
+HEAD_SIZE = 64
 
 # What fits 3 minutes on two CPU cores, and what gives a GPU something to do.
 DEFAULTS = {
     "cpu": {"steps": 300, "hidden": 128, "layers": 2, "seq": 128, "batch": 8},
-    "cuda": {"steps": 400, "hidden": 1024, "layers": 6, "seq": 512, "batch": 32},
+    "cuda": {"steps": 150, "hidden": 1024, "layers": 4, "seq": 256, "batch": 64},
 }
 
 
@@ -95,7 +97,7 @@ class ByteLM(nn.Module):
 
     def __init__(self, hidden, layers, seq, device):
         super().__init__()
-        heads = max(1, hidden // 64)
+        heads = hidden // HEAD_SIZE
         self.embed = nn.Embedding(VOCABULARY, hidden, device=device)
         self.blocks = nn.ModuleList(Block(hidden, heads, layers, device) for _ in range(layers))
         self.norm = te.RMSNorm(hidden, device=device)
@@ -103,7 +105,7 @@ class ByteLM(nn.Module):
         self.head = nn.Linear(hidden, VOCABULARY, bias=False, device=device)
         for weight in (self.embed.weight, self.head.weight):
             nn.init.normal_(weight, std=0.02)
-        self.cos, self.sin = rotary_angles(seq, hidden // heads, device)
+        self.cos, self.sin = rotary_angles(seq, HEAD_SIZE, device)
 
     def forward(self, tokens):
         seq = tokens.shape[1]
@@ -113,13 +115,17 @@ class ByteLM(nn.Module):
         return self.head(self.norm(x))
 
 
-def forward_loss(model, recipe, tokens, targets):
-    """Mean cross entropy in nats per byte. The autocast is part of the compiled graph."""
-    on_gpu = tokens.is_cuda
-    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=on_gpu):
+def forward_logits(model, recipe, tokens):
+    """Logits in float32. The autocasts are part of the compiled graph."""
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=tokens.is_cuda):
         with te.autocast(enabled=recipe is not None, recipe=recipe):
-            logits = model(tokens)
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+            return model(tokens).float()
+
+
+def forward_loss(model, recipe, tokens, targets):
+    """Mean cross entropy in nats per byte."""
+    logits = forward_logits(model, recipe, tokens)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 # ---- text
@@ -171,57 +177,6 @@ class Corpus:
 # ---- training
 
 
-@dataclass
-class Run:
-    """What one recipe's training gave. Losses are in nats per byte."""
-
-    recipe: str
-    train_losses: list = field(default_factory=list)
-    held_out: list = field(default_factory=list)  # pairs (step, loss)
-    tokens_per_second: float = 0.0  # without the first step, which compiles
-    first_step_seconds: float = 0.0
-    total_seconds: float = 0.0
-    graphs: int = 0
-
-    @property
-    def final_loss(self):
-        """Held-out loss after the last step."""
-        return self.held_out[-1][1]
-
-
-class Progress:
-    """tqdm on a terminal where it is installed; otherwise a line for each tenth of the way."""
-
-    def __init__(self, label, total):
-        self.label, self.total, self.done = label, total, 0
-        self.meter = None
-        if sys.stderr.isatty():
-            try:
-                self.meter = importlib.import_module("tqdm").tqdm(
-                    total=total, desc=label, unit="step"
-                )
-            except ImportError:
-                pass
-
-    def step(self, loss):
-        """Count one step and show its loss."""
-        self.done += 1
-        if self.meter is not None:
-            self.meter.set_postfix(loss=f"{loss:.3f}", refresh=False)
-            self.meter.update()
-        elif self.done * 10 // self.total > (self.done - 1) * 10 // self.total:
-            filled = self.done * 20 // self.total
-            shown = "#" * filled + "." * (20 - filled)
-            print(
-                f"{self.label:>8} [{shown}] {self.done}/{self.total}  loss {loss:.3f}", flush=True
-            )
-
-    def close(self):
-        """Leave the bar on the screen and go to the next line."""
-        if self.meter is not None:
-            self.meter.close()
-
-
 def choose_backend(device):
     """``"inductor"``, or ``"aot_eager"`` with a message where Inductor cannot build its code."""
     try:
@@ -256,7 +211,7 @@ def train(name, corpus, args):
     """Train one model with one recipe. Returns (Run, model, recipe)."""
     start = time.perf_counter()
     torch.manual_seed(args.seed)
-    torch._dynamo.reset()  # count this run's graphs alone
+    torch.compiler.reset()  # each run compiles its own graph, and counts it
     recipe = RECIPES[name]()
     model = ByteLM(args.hidden, args.layers, args.seq, args.device)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=True)
@@ -302,60 +257,13 @@ def sample(model, recipe, prompt, length, seq, device):
     tokens = list(prompt)
     for _ in range(length):
         window = torch.tensor([tokens[-seq:]], device=device)
-        with te.autocast(enabled=recipe is not None, recipe=recipe):
-            logits = model(window)[0, -1].float().cpu()
+        logits = forward_logits(model, recipe, window)[0, -1].cpu()
         choice = torch.multinomial(torch.softmax(logits / 0.7, 0), 1, generator=generator)
         tokens.append(int(choice))
     return bytes(tokens).decode("utf-8", errors="replace")
 
 
-# ---- reporting
-
-
-def distances(runs):
-    """Final held-out loss of each run relative to the high-precision run's, or {} without one."""
-    reference = next((run for run in runs if run.recipe == "none"), None)
-    if reference is None:
-        return {}
-    return {run.recipe: run.final_loss / reference.final_loss - 1 for run in runs}
-
-
-def print_table(runs):
-    """One line for each run."""
-    relative = distances(runs)
-    header = f"{'recipe':<9}{'train loss':>11}{'held-out':>10}{'vs none':>9}{'tokens/s':>11}"
-    print(f"\n{header}{'1st step s':>12}{'total s':>9}{'graphs':>8}")
-    for run in runs:
-        tail = run.train_losses[-10:]
-        versus = f"{relative[run.recipe]:+.2%}" if run.recipe in relative else "-"
-        print(
-            f"{run.recipe:<9}{sum(tail) / len(tail):>11.4f}{run.final_loss:>10.4f}{versus:>9}"
-            f"{run.tokens_per_second:>11,.0f}{run.first_step_seconds:>12.1f}"
-            f"{run.total_seconds:>9.1f}{run.graphs:>8}"
-        )
-
-
-def plot(runs, path, title):
-    """Write the loss curves as a PNG. Returns False, with a message, without matplotlib."""
-    try:
-        matplotlib = importlib.import_module("matplotlib")
-    except ImportError:
-        print("No picture: matplotlib is not installed (pip install matplotlib).")
-        return False
-    matplotlib.use("Agg")
-    plt = importlib.import_module("matplotlib.pyplot")
-    figure, axes = plt.subplots(figsize=(8, 5), constrained_layout=True)
-    for number, run in enumerate(runs):
-        steps = range(1, len(run.train_losses) + 1)
-        axes.plot(steps, run.train_losses, color=f"C{number}", alpha=0.3, linewidth=1)
-        label = f"{run.recipe}: held-out {run.final_loss:.3f}"
-        axes.plot(*zip(*run.held_out), color=f"C{number}", marker="o", markersize=4, label=label)
-    axes.set(xlabel="step", ylabel="loss, nats per byte", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend(title="thin: training, dots: held-out")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return True
+# ---- command line
 
 
 def parse_args():
@@ -370,7 +278,7 @@ def parse_args():
     for name in DEFAULTS["cpu"]:
         parser.add_argument(f"--{name}", type=int, help="see below")
     parser.add_argument(
-        "--lr", type=float, help="peak learning rate (4e-3 on the CPU, 6e-4 on a GPU)"
+        "--lr", type=float, help="peak learning rate (2e-3 on the CPU, 6e-4 on a GPU)"
     )
     parser.add_argument("--eval-batches", type=int, default=8, help="held-out batches")
     parser.add_argument("--band", type=float, default=0.03, help="FP8 against none, held-out loss")
@@ -387,17 +295,17 @@ def parse_args():
     for name, value in DEFAULTS[kind].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    args.lr = args.lr or (4e-3 if kind == "cpu" else 6e-4)
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)} must be at least 1.")
+    args.lr = args.lr or (2e-3 if kind == "cpu" else 6e-4)
     args.recipes = args.recipes.split(",")
     unknown = [name for name in args.recipes if name not in RECIPES]
     if unknown:
         parser.error(f"--recipes {unknown[0]!r} is not one of {', '.join(RECIPES)}.")
-    heads = max(1, args.hidden // 64)
-    if args.hidden % 16 or args.hidden % heads:
-        parser.error(
-            f"--hidden {args.hidden} must be a multiple of 16, which FP8 needs, and of its {heads}"
-            " attention heads. Use a multiple of 64."
-        )
+    if args.hidden % HEAD_SIZE:
+        parser.error(f"--hidden {args.hidden} must be a multiple of the head size, {HEAD_SIZE}.")
+    if args.text is not None and not Path(args.text).is_file():
+        parser.error(f"--text {args.text}: there is no such file.")
     return args
 
 

@@ -142,11 +142,15 @@ def fault(case: Case, recipe: str, warm: int = 3) -> str:
     return ""
 
 
-def median_us(step, warm: int = 8, steps: int = 30, groups: int = 5) -> float:
-    """Median over groups of the mean time of a step."""
+def median_us(step, warm: int = 8, groups: int = 5) -> float:
+    """Median over groups of the mean time of a step; a group is 30 steps, fewer of slow ones."""
     for _ in range(warm):
         step()
     torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    steps = max(5, min(30, int(0.4 / (time.perf_counter() - start))))
     times = []
     for _ in range(groups):
         start = time.perf_counter()

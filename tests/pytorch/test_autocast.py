@@ -120,7 +120,8 @@ def test_recipes_that_are_not_computed_are_refused(recipe):
         with pytest.raises(
             RuntimeError, match="not available yet.*DelayedScaling and Float8Current"
         ):
-            context.__enter__()
+            with context:
+                pass
         assert FP8GlobalStateManager.snapshot() == before and STATE.autocast_depth == 1
         # A disabled region does not compute the recipe.
         with autocast(enabled=False, recipe=recipe):
@@ -172,9 +173,9 @@ def test_saved_autocast_state_can_be_set_again():
 
 
 def test_reset_keeps_the_instance():
-    autocast(recipe=DelayedScaling()).__enter__()
-    FP8GlobalStateManager.reset()
-    assert look() == OUTSIDE and FP8GlobalStateManager.quantization_state is STATE
+    with autocast(recipe=DelayedScaling()):
+        FP8GlobalStateManager.reset()
+        assert look() == OUTSIDE and FP8GlobalStateManager.quantization_state is STATE
 
 
 def test_default_recipe_is_only_made_where_it_is_used(monkeypatch):

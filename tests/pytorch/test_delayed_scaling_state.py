@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of delayed scaling's state: against an independent model of the rules, and compiled against eager."""
+"""The life of delayed scaling's state: against an independent model of the rules, and compiled
+against eager.
+"""
 
 import copy
 import gc
@@ -55,7 +57,9 @@ class Model:
 
 
 def run(toy, recipe, amaxes, grad_amaxes, **context):
-    """One region in which `toy` runs once per given amax; backwards in reverse order. ``[rows, 8]`` inputs."""
+    """One region in which `toy` runs once per given amax; backwards in reverse order. ``[rows, 8]``
+    inputs.
+    """
     outputs = []
     with autocast(recipe=recipe, **context):
         for amax in amaxes:
@@ -69,7 +73,7 @@ def column(history, slot):
     return history[:, slot].tolist()
 
 
-# --- against the written rules --------------------------------------------------------------------------
+# --- against the written rules --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
@@ -141,7 +145,7 @@ def test_backward_inside_the_region():
     assert toy._delayed_scaling.fwd_scale[0].item() == 448.0
 
 
-# --- when the update happens ------------------------------------------------------------------------------
+# --- when the update happens ----------------------------------------------------------------------
 
 
 def live_amax(toy):
@@ -241,7 +245,7 @@ def test_modules_outside_the_region_keep_their_scales():
     assert torch.equal(idle._delayed_scaling.fwd_history, before)
 
 
-# --- the state itself ---------------------------------------------------------------------------------------
+# --- the state itself -----------------------------------------------------------------------------
 
 
 def test_history_length_follows_the_recipe():
@@ -340,7 +344,7 @@ def test_recompute_stash_is_first_in_first_out():
         assert tensors.scale.tolist() == [3.0] * 3
 
 
-# --- the update in plain torch ------------------------------------------------------------------------------
+# --- the update in plain torch --------------------------------------------------------------------
 
 
 def test_functions_of_the_user():
@@ -399,7 +403,7 @@ def test_rules_are_decoded():
     assert rule == (1024, "max", -3.0, 448.0, 57344.0, True, "0,with,commas", None)
 
 
-# --- compiled -----------------------------------------------------------------------------------------------
+# --- compiled -------------------------------------------------------------------------------------
 
 
 class Chain:
@@ -484,7 +488,8 @@ def test_changed_recipe_fields_are_noticed_by_graphs():
         ("amax_history_len", 2),
         ("fp8_format", Format.E4M3),
         ("amax_compute_algo", "most_recent"),
-        # Histories get another length while a graph is traced, so a length that returns is traced again.
+        # Histories get another length while a graph is traced, so a length that returns is traced
+        # again.
         ("amax_history_len", 4),
         ("amax_history_len", 2),
     ):
@@ -585,7 +590,7 @@ def test_graph_breaks_inside_a_traced_region():
             assert toy._delayed_scaling.bwd_scale[0].item() != 1.0
 
 
-# --- several ranks ------------------------------------------------------------------------------------------
+# --- several ranks --------------------------------------------------------------------------------
 
 
 def rank_main(rank, init_file, results):
@@ -634,7 +639,7 @@ def test_amaxes_are_reduced_over_ranks(tmp_path):
     assert eager == whole == scales[1][0] == scales[1][1]
     # Rank 1 had the larger inputs (2, 3, 4), rank 0 the larger gradients (2).
     assert eager[0][0] == 448 / 4 and eager[1][3] == 57344 / 2
-    assert off[0][0] == 448 / 3 and scales[1][2][1][3] == 57344
+    assert off[0][0] == f32(448 / 3) and scales[1][2][1][3] == 57344
 
 
 def test_threads_that_run_backward_see_the_state():

@@ -169,7 +169,7 @@ def test_what_does_not_fit_is_a_value_error(make, text):
 
 def test_custom_recipe_needs_a_factory():
     with pytest.raises(TypeError):
-        CustomRecipe()
+        CustomRecipe()  # pylint: disable=no-value-for-parameter
 
 
 @pytest.mark.parametrize("make", ALL)
@@ -232,7 +232,7 @@ def test_replace():
 
 def test_subclass_with_its_own_constructor():
     class FromConfig(DelayedScaling):
-        """As Megatron does it: attributes before the base constructor, keywords it does not know."""
+        """As Megatron does: attributes before the base constructor, unknown keywords."""
 
         def __init__(self, config, **extra):
             self.config = config
@@ -249,7 +249,7 @@ def test_class_names_in_pickles_are_the_public_ones():
         assert getattr(recipes, name).__module__ == "transformer_engine.common.recipe"
 
 
-# --- the strings that modules compute by --------------------------------------------------------------
+# --- the strings that modules compute by ----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,8 @@ def test_class_names_in_pickles_are_the_public_ones():
                 fp8_gemm_wgrad=MMParams(False),
                 backward_override="dequantized",
             ),
-            "x=current,e4m3,0,0.0;w=current,e4m3,0,0.0;g=current,e5m2,0,0.0;acc=1,1,0;bwd=dequantized",
+            "x=current,e4m3,0,0.0;w=current,e4m3,0,0.0;g=current,e5m2,0,0.0;acc=1,1,0"
+            ";bwd=dequantized",
         ),
         (
             DelayedScaling(),
@@ -313,7 +314,7 @@ def test_scale_flags_take_effect():
     assert off.fp4_quant_fwd_inp == off.fp4_quant_fwd_weight == off.fp4_quant_bwd_grad == QParams()
 
 
-# --- environment ----------------------------------------------------------------------------------------
+# --- environment ----------------------------------------------------------------------------------
 
 
 def test_environment_is_read_when_a_recipe_is_made(monkeypatch):
@@ -345,7 +346,7 @@ def test_a_wrong_flag_is_named(monkeypatch):
         Float8CurrentScaling()
 
 
-# --- Dynamo ---------------------------------------------------------------------------------------------
+# --- Dynamo ---------------------------------------------------------------------------------------
 
 
 def test_recipes_are_made_and_changed_in_a_graph():

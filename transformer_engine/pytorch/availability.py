@@ -53,7 +53,10 @@ def _why_no_mxfp8(capability: Tuple[int, int]) -> str:
 
 def _why_no_block_scaling(capability: Tuple[int, int]) -> str:
     if capability < (9, 0) or _cuda_version() < (12, 9):
-        return "FP8 block scaled GEMM requires compute capability 9.0 or higher and CUDA 12.9 or newer."
+        return (
+            "FP8 block scaled GEMM requires compute capability 9.0 or higher and CUDA 12.9 or"
+            " newer."
+        )
     return ""
 
 

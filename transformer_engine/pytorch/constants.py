@@ -10,6 +10,7 @@ import torch
 class DType(IntEnum):
     """Data types under the integers that the C++ interface of the reference package uses."""
 
+    # pylint: disable=invalid-name  # the names of the C++ enum
     kByte = 0
     kInt32 = 2
     kFloat32 = 4

@@ -10,7 +10,7 @@ with different recipes at the same time are not supported.
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Optional, Tuple, Union
+from typing import Any, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ from .availability import (
     get_default_recipe,
 )
 from .core import delayed_scaling
-from .core.update_rule import PYTHON_RULE_IN_GRAPH, UpdateRule, decode_rule, encode_rule
-from .environment import constant_in_graphs, unfused_fp8_update
+from .core.update_rule import rule_of
 
 
 class FP8GlobalState:
@@ -57,39 +56,6 @@ class FP8GlobalState:
         self.high_precision_init_val = False
         self.fp8_tensors_recompute_buffer: list = []
         self.skip_fp8_weight_update_tensor: Optional[Tensor] = None
-
-
-def recipe_kind(recipe: Recipe) -> str:
-    """ "delayed" or "current"."""
-    return "delayed" if recipe.delayed() else "current"
-
-
-def update_rule(recipe: Recipe, group: Any) -> Union[str, UpdateRule]:
-    """How delayed scales are renewed under `recipe`; "" for other recipes."""
-    if not recipe.delayed():
-        return ""
-    name = _reduction_group(group) if recipe.reduce_amax else ""
-    rule = encode_rule(recipe, unfused_fp8_update(), name)
-    if isinstance(recipe.amax_compute_algo, str) and recipe.scaling_factor_compute_algo is None:
-        return rule
-    if torch.compiler.is_compiling():
-        raise RuntimeError(PYTHON_RULE_IN_GRAPH)
-    return decode_rule(rule)._replace(recipe=recipe)
-
-
-@constant_in_graphs
-def _reduction_group(group: Any) -> str:
-    """Name of the process group that amaxes are reduced over; "" if there is only one rank."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return ""
-    if distributed.get_world_size(group) <= 1:
-        return ""
-    # The graph needs the collectives' shape functions, which this module registers.
-    from torch.distributed import _functional_collectives
-
-    del _functional_collectives
-    return (distributed.group.WORLD if group is None else group).group_name
 
 
 class FP8GlobalStateManager:
@@ -190,9 +156,9 @@ class FP8GlobalStateManager:
         enabled, calibrating, recipe, group, first, capturing = autocast_state
         spec, kind, rule = "", "", ""
         if recipe is not None and (enabled or calibrating):
-            rule = update_rule(recipe, group)
+            rule = rule_of(recipe, group)
         if recipe is not None and enabled:
-            spec, kind = recipe._spec, recipe_kind(recipe)
+            spec, kind = recipe._spec, "delayed" if recipe.delayed() else "current"
         cls.restore((enabled, calibrating, recipe, group, first, capturing, spec, kind, rule))
 
     @classmethod
@@ -245,7 +211,8 @@ class FP8GlobalStateManager:
         scaling.
         """
         state = cls.quantization_state
-        state.autocast_depth -= 1
+        if state.autocast_depth > 0:  # `reset` in between has ended all regions
+            state.autocast_depth -= 1
         if state.autocast_depth == 0:
             update = enabled and not _graph and not failed and torch.is_grad_enabled()
             delayed_scaling.finish_region(update)

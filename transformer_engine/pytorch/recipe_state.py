@@ -39,8 +39,7 @@ def get_fp8_te_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> DType:
 
 
 def get_fp4_te_dtype(fp4_recipe: Recipe) -> DType:
-    """`DType` of FP4 tensors. Raises ValueError unless the recipe's `fp4_format` is `Format.E2M1`.
-    """
+    """`DType` of FP4 tensors. Raises ValueError unless `fp4_format` is `Format.E2M1`."""
     if fp4_recipe.fp4_format == Format.E2M1:
         return DType.kFloat4E2M1
     raise ValueError(f"fp4_format must be Format.E2M1, not {fp4_recipe.fp4_format}.")

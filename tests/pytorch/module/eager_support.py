@@ -4,8 +4,8 @@
 from typing import NamedTuple, Optional
 
 import torch
-
 import references
+
 import transformer_engine.pytorch as te
 
 K, N, FFN = 64, 48, 96  # width of the input, of a linear layer's output, of the MLP
@@ -194,6 +194,16 @@ def assert_near(got, want, limit, what) -> None:
     assert error <= limit, f"{what}: relative error {error:.3g} exceeds {limit:.3g}"
     worst = (got.double() - want.double()).abs().max() / want.double().abs().max().clamp(min=1e-300)
     assert worst <= 10 * limit, f"{what}: largest error {worst:.3g} exceeds {10 * limit:.3g}"
+
+
+def fp8_band(dtype, device) -> float:
+    """Relative error allowed where a norm or an activation feeds a quantized GEMM.
+
+    Its result may lie so close to a rounding boundary of FP8 that fp32 and float64 fall on two
+    sides of it, which changes that code by up to 1/8. With bf16 the rounded scales differ more
+    often, and on CUDA the 13 bits of the FP8 tensor cores' sums enter the next quantization.
+    """
+    return {FP32: 4e-3, BF16: 3e-2}[dtype] * (3 if device == "cuda" and dtype == FP32 else 1)
 
 
 def assert_steps_near(got: Step, want: Step, limit, dtypes=None) -> None:

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What modules return, which attributes they have before and after running, and norm options."""
+"""What modules return, their attributes before and after running, and options of norms."""
 
 import warnings
 
 import pytest
 import torch
+from eager_support import GEMM_MODULES, MODULES, NORMS, construct
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-
-from eager_support import GEMM_MODULES, MODULES, NORMS, construct
 
 
 @pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP"])
@@ -41,7 +40,7 @@ def test_return_tuples(kind, return_bias, return_layernorm_output, device):
 
 @pytest.mark.parametrize("kind", GEMM_MODULES)
 def test_returned_bias_is_not_added(kind, device):
-    """The sum of both results is the result without ``return_bias``, and the bias gets its gradient."""
+    """The sum of both results is that without ``return_bias``; the bias gets its gradient."""
     torch.manual_seed(0)
     module = construct(kind, device)
     with torch.no_grad():
@@ -197,7 +196,7 @@ def test_fp8_is_off_after_a_plain_forward():
 
 @pytest.mark.parametrize("kind", GEMM_MODULES)
 def test_recipe_change_warns_once(kind):
-    """A change of the recipe's class is announced once; a new object of the same class is not."""
+    """A change of class is announced once; a new object of the same class is not."""
     module, x = construct(kind), torch.ones(16, 32)
 
     def step(recipe):
@@ -219,7 +218,7 @@ def test_recipe_change_warns_once(kind):
 
 
 def test_recipe_change_keeps_scales():
-    """A later return to delayed scaling finds the scales it left; only cached weights are dropped."""
+    """A later return to delayed scaling finds its scales; only cached weights are dropped."""
     module = construct("Linear")
     with te.autocast(recipe=DelayedScaling()):
         module(torch.full((16, 32), 8.0))

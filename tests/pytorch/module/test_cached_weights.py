@@ -3,11 +3,10 @@
 
 import pytest
 import torch
+from eager_support import BF16, GEMM_MODULES, K, assert_equal, build, random, run
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-
-from eager_support import BF16, GEMM_MODULES, assert_equal, K, build, random, run
 
 CACHE_KEYS = {
     "Linear": ["weight"],

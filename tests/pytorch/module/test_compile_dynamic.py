@@ -100,7 +100,7 @@ def test_two_dynamic_dimensions(kind, recipe, device):
 def test_ranks(kind, recipe, shape, device):
     """Inputs of one to four dimensions; a gemm module gives a 1-D input a leading dimension."""
     twins = Twins(build(kind, device))
-    (y, *_) = twins.step(random(*shape, device=device), recipe_of(recipe))
+    y, *_ = twins.step(random(*shape, device=device), recipe_of(recipe))
     lead = shape[:-1] if len(shape) > 1 or kind in ("LayerNorm", "RMSNorm") else (1,)
     assert y.shape[:-1] == torch.Size(lead)
     assert graphs() == 1

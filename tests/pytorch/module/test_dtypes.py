@@ -3,12 +3,11 @@
 
 import pytest
 import torch
-
+from eager_support import BF16, FP16, FP32, GEMM_MODULES, K, NORMS, UNIT, assert_near, build, random
 import references
+
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-
-from eager_support import BF16, FP16, FP32, GEMM_MODULES, K, NORMS, UNIT, assert_near, build, random
 
 LOW = (BF16, FP16)
 
@@ -39,7 +38,7 @@ def step(module, x, dtype, recipe=None):
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("x_dtype", (FP32, BF16))
 def test_autocast_dtypes_are_torchs(kind, dtype, x_dtype, device):
-    """fp32 parameters: output in the autocast dtype, gradients in the dtype of what they belong to."""
+    """fp32 parameters: output in the autocast dtype, gradients in that of what they belong to."""
     x = random(8, K, device=device, dtype=x_dtype)
     y, dx, grads = step(build(kind, device), x, dtype)
     y_torch, dx_torch, grads_torch = step(torch_module(kind, device), x, dtype)
@@ -98,7 +97,7 @@ def test_all_outputs_are_in_the_autocast_dtype(kind, device):
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("dtype", LOW)
 def test_norms_under_autocast(kind, dtype, device):
-    """Output in the autocast dtype (torch's norms give fp32 on CUDA), gradients in the parameters'."""
+    """Output in the autocast dtype (torch gives fp32 on CUDA), gradients in the parameters'."""
     norm = build(kind, device)
     y, dx, grads = step(norm, random(8, K, device=device), dtype)
     assert y.dtype == dtype and dx.dtype == FP32 and {g.dtype for g in grads.values()} == {FP32}

@@ -3,11 +3,10 @@
 
 import pytest
 import torch
+from eager_support import GEMM_MODULES, construct
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
-
-from eager_support import GEMM_MODULES, construct
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,6 @@ import itertools
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
-
-import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-
 from eager_support import (
     BF16,
     FP32,
@@ -26,6 +22,9 @@ from eager_support import (
     random,
     run,
 )
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
 RECIPES = {"none": lambda: None, "current": Float8CurrentScaling, "delayed": DelayedScaling}
 # A lone norm is not quantized.

@@ -11,14 +11,13 @@ import itertools
 
 import pytest
 import torch
-
 from eager_support import (
     BF16,
     FP16,
     FP32,
+    K,
     NORMS,
     UNIT,
-    K,
     assert_product,
     assert_steps_near,
     build,

@@ -6,10 +6,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from eager_support import MODULES, construct
 
 import transformer_engine.pytorch as te
-
-from eager_support import GEMM_MODULES, MODULES, construct
 
 LAYOUTS = [
     ("Linear", {}, {"weight": (48, 32), "bias": (48,)}),
@@ -53,7 +52,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("kind,options,expected", LAYOUTS)
 def test_parameters_and_state_dict_keys(kind, options, expected, device):
-    """Names, order and shapes; the extra state comes last; no buffers; dtype and device as asked."""
+    """Names, order and shapes; extra state last; no buffers; dtype and device as asked."""
     module = construct(kind, device, params_dtype=torch.bfloat16, **options)
     assert {k: tuple(p.shape) for k, p in module.named_parameters()} == expected
     assert list(dict(module.named_parameters())) == list(expected)

@@ -3,11 +3,10 @@
 
 import pytest
 import torch
+from eager_support import BF16, K, build, random, run
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-
-from eager_support import BF16, K, build, random, run
 
 KINDS = ("Linear", "LayerNormLinear")
 SPLITS = [
@@ -94,7 +93,7 @@ def test_pieces_are_views_of_one_buffer(kind, where):
         starts = [piece.storage_offset() for piece in pieces]
         assert starts == [i * pieces[0].numel() for i in range(3)]
         assert pieces[0].untyped_storage().nbytes() == 3 * pieces[0].numel() * 4
-        assert all(type(p) is torch.nn.Parameter and p.is_leaf for p in pieces)
+        assert all(isinstance(p, torch.nn.Parameter) and p.is_leaf for p in pieces)
     assert abs(module.k_weight.std().item() / 0.023 - 1) < 0.1 and (module.v_bias == 0).all()
 
 

@@ -5,10 +5,6 @@ import copy
 
 import pytest
 import torch
-
-import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-
 from eager_support import (
     BF16,
     FP16,
@@ -24,6 +20,9 @@ from eager_support import (
     run,
     train,
 )
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
 # --- moves and casts -----------------------------------------------------------------------------
 

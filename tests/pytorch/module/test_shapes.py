@@ -3,10 +3,6 @@
 
 import pytest
 import torch
-
-import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
-
 from eager_support import (
     BF16,
     FP16,
@@ -15,16 +11,19 @@ from eager_support import (
     K,
     MODULES,
     N,
-    NORMS,
     UNIT,
     assert_product,
     assert_steps_near,
     build,
+    fp8_band,
     model,
     random,
     run,
 )
 from references import Fp8
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
 RECIPES = {"none": lambda: None, "current": Float8CurrentScaling, "delayed": DelayedScaling}
 CASES = [(kind, r) for kind in MODULES for r in RECIPES if r == "none" or kind in GEMM_MODULES]
@@ -151,7 +150,7 @@ def test_modules_with_1_to_40_rows(kind, recipe, device):
             fp8 = Fp8(x_scale=1.0, w_scale=1.0, g_scale=1.0) if recipe == "delayed" else Fp8()
             fp8 = (fp8, fp8) if kind == "LayerNormMLP" else fp8
         want = model(module, x, step.dys, fp8, FP32 if fp8 else None)
-        assert_steps_near(step, want, 4e-3 if fp8 else 16 * UNIT[FP32], FP32)
+        assert_steps_near(step, want, fp8_band(FP32, device) if fp8 else 16 * UNIT[FP32], FP32)
 
 
 # --- strides -------------------------------------------------------------------------------------
@@ -343,7 +342,7 @@ def test_zeros(kind, recipe, device):
 @pytest.mark.parametrize("dtype", (FP32, BF16))
 @pytest.mark.parametrize("value", (1e4, 3e38, 1e-30, 1e-38, float("inf"), -float("inf")), ids=str)
 def test_one_outlier_with_current_scaling(value, dtype, device):
-    """The largest element sets the scale of its tensor; an infinite one gives scale 1, saturates."""
+    """The largest element sets the scale; an infinite one gives scale 1 and saturates."""
     module = build("Linear", device, dtype=dtype, bias=False)
     x = random(16, K, dtype=dtype, device=device)
     if abs(value) < 1:

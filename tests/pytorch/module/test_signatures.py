@@ -4,10 +4,9 @@
 import inspect
 
 import pytest
+from eager_support import GEMM_MODULES, MODULES
 
 import transformer_engine.pytorch as te
-
-from eager_support import GEMM_MODULES, MODULES, construct
 
 REQUIRED = inspect.Parameter.empty
 

@@ -9,12 +9,22 @@ import time
 
 import pytest
 import torch
+from eager_support import (
+    BF16,
+    GEMM_MODULES,
+    K,
+    MODULES,
+    STATE,
+    assert_equal,
+    build,
+    random,
+    run,
+    train,
+)
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch.core import delayed_scaling
-
-from eager_support import BF16, FP16, FP32, GEMM_MODULES, K, MODULES, NORMS, build, random, run
 
 RECIPES = {"none": lambda: None, "current": Float8CurrentScaling}
 RECIPES["delayed"] = lambda: DelayedScaling(amax_history_len=3)
@@ -142,6 +152,15 @@ def test_extra_state_is_plain_bytes(device):
     twin = build("Linear", device)
     twin.set_extra_state(extra)
     assert torch.equal(twin.get_extra_state(), extra)
+
+
+def test_untouched_scales_are_not_saved():
+    """Tracing one module makes the state of others, which never recorded anything."""
+    module = build("Linear")
+    module._delayed_scaling = delayed_scaling.DelayedScalingState(3, 2, 4, torch.device("cpu"))
+    assert module.get_extra_state().numel() == 0
+    module._delayed_scaling.bwd_history[0, 0] = 1.0
+    assert module.get_extra_state().numel() > 0
 
 
 def test_extra_state_is_made_fast():

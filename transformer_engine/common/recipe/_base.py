@@ -223,8 +223,7 @@ def as_fp8_format(name: str, value: Any) -> Format:
 
 
 def as_backward_override(value: Any) -> Optional[str]:
-    """`value` if it is a legal `backward_override`; the environment's default where none was given.
-    """
+    """`value` if it is a legal `backward_override`; the environment's default if none was given."""
     if value == FROM_ENVIRONMENT:
         value = environment.backward_override() or None
     return as_choice("backward_override", value, BACKWARD_OVERRIDES)

@@ -98,7 +98,8 @@ class DelayedScaling(Recipe):
     def _describe(self) -> str:
         forward = fp8_type_name(self.fp8_format, True)
         backward = fp8_type_name(self.fp8_format, False)
-        return f"x=delayed,{forward},0,0.0;w=delayed,{forward},0,0.0;g=delayed,{backward},0,0.0;acc=0,1,1"
+        operand = f"delayed,{forward},0,0.0"
+        return f"x={operand};w={operand};g=delayed,{backward},0,0.0;acc=0,1,1"
 
     def _describe_update(self) -> str:
         algo = self.amax_compute_algo

@@ -23,9 +23,8 @@ State belongs to the process, not to a thread.
 
 from __future__ import annotations
 
-import weakref
 from contextlib import contextmanager
-from typing import Any, Iterable, List, Optional, Sequence, Union
+from typing import Iterable, List, Optional, Sequence, Union
 
 import torch
 from torch import Tensor
@@ -33,29 +32,10 @@ from torch import Tensor
 from ..environment import constant_in_graphs
 from .ops import kernels
 from .update_rule import PYTHON_RULE_IN_GRAPH, UpdateRule, decode_rule, unfused_update
+from .weak_list import WeakList
 
-
-class _WeakList:
-    """Objects in the order they came in, which all ranks share, without keeping them alive."""
-
-    def __init__(self) -> None:
-        self._references: List[weakref.ref] = []
-
-    def add(self, obj: Any) -> None:
-        """Append `obj`."""
-        self._references.append(weakref.ref(obj))
-
-    def live(self) -> List[Any]:
-        """The objects that still exist."""
-        found = [reference() for reference in self._references]
-        if any(obj is None for obj in found):
-            self._references = [r for r, obj in zip(self._references, found) if obj is not None]
-            found = [obj for obj in found if obj is not None]
-        return found
-
-
-_MODULES = _WeakList()
-_STATES = _WeakList()
+_MODULES = WeakList()
+_STATES = WeakList()
 
 
 class Region:
@@ -238,8 +218,7 @@ def enter(state: DelayedScalingState) -> bool:
 def record_forward(
     state: DelayedScalingState, amaxes: Sequence[Optional[Tensor]], slots: Sequence[int]
 ) -> None:
-    """Fold each amax (fp32 ``[1]``, None is skipped) into its slot of row 0 of the forward history.
-    """
+    """Fold amaxes (fp32 ``[1]``, None is skipped) into their slots of the forward history."""
     record_backward(state.fwd_history, amaxes, slots)
 
 

@@ -249,8 +249,8 @@ def layernorm_mlp_forward(
 ):
     """``y = activation(norm(x) fc1^T + b1) fc2^T + b2``.
 
-    Returns ``(y, ln_out, mean, rstd, x_col, x_scale_inv, h, a, a_col, a_scale_inv, amax_x, amax_a)``
-    with ``h`` the fc1 output and ``a`` the activation output.
+    Returns ``(y, ln_out, mean, rstd, x_col, x_scale_inv, h, a, a_col, a_scale_inv, amax_x,
+    amax_a)`` with ``h`` the fc1 output and ``a`` the activation output.
     """
     need_dw1, need_dw2 = cfg.needs("fc1_weight"), cfg.needs("fc2_weight")
     norm = normalize(

@@ -122,7 +122,6 @@ EAGER = SimpleNamespace(
 )
 
 
-
 def outside_autocast(run, *args):
     """``run(*args)`` where ambient ``torch.autocast`` can not cast: every leaf states its dtypes."""
     if not torch._C._is_any_autocast_enabled():
@@ -134,7 +133,9 @@ def outside_autocast(run, *args):
 for _name, _schema in SCHEMAS.items():
     LIBRARY.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(
-        _name, functools.partial(outside_autocast, getattr(EAGER, _name)), "CompositeExplicitAutograd"
+        _name,
+        functools.partial(outside_autocast, getattr(EAGER, _name)),
+        "CompositeExplicitAutograd",
     )
 
 GRAPH = SimpleNamespace(

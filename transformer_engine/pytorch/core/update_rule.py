@@ -14,11 +14,13 @@ from typing import Any, NamedTuple, Optional, Union
 import torch
 from torch import Tensor
 
+from ...common.recipe import Recipe
+from ..environment import constant_in_graphs, unfused_fp8_update
+
 PYTHON_RULE_IN_GRAPH = (
     "DelayedScaling with a function as amax_compute_algo or scaling_factor_compute_algo cannot be"
-    " compiled. Use"
-    ' amax_compute_algo "max" or "most_recent" and scaling_factor_compute_algo None, or leave the module out of'
-    " torch.compile."
+    ' compiled. Use amax_compute_algo "max" or "most_recent" and scaling_factor_compute_algo None,'
+    " or leave the module out of torch.compile."
 )
 
 
@@ -44,14 +46,42 @@ class UpdateRule(NamedTuple):
     recipe: Optional[Any] = None
 
 
-def encode_rule(recipe, unfused: bool, group: str) -> str:
-    """The string of a `DelayedScaling` recipe's update; `group` is "" where amaxes are not reduced.
+def rule_of(recipe: Recipe, group: Any) -> Union[str, UpdateRule]:
+    """How delayed scales are renewed under `recipe`; "" for recipes without delayed scaling.
+
+    `group`: process group over which the recipe may want amaxes reduced; None is the default group.
+    Returns a string, which `decode_rule` reads. It ends with whether NVTE_UNFUSED_FP8_UPDATE is set
+    and the name of the group, "" where nothing is reduced. For recipes with functions of the user
+    it returns the decoded rule; no graph can be made then, and while one is it raises RuntimeError.
     """
-    return f"{recipe._update_rule},{int(unfused)},{group}"
+    if not recipe.delayed():
+        return ""
+    name = _reduction_group(group) if recipe.reduce_amax else ""
+    rule = f"{recipe._update_rule},{int(unfused_fp8_update())},{name}"
+    if isinstance(recipe.amax_compute_algo, str) and recipe.scaling_factor_compute_algo is None:
+        return rule
+    if torch.compiler.is_compiling():
+        raise RuntimeError(PYTHON_RULE_IN_GRAPH)
+    return decode_rule(rule)._replace(recipe=recipe)
+
+
+@constant_in_graphs
+def _reduction_group(group: Any) -> str:
+    """Name of the process group that amaxes are reduced over; "" if there is only one rank."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return ""
+    if distributed.get_world_size(group) <= 1:
+        return ""
+    # The graph needs the collectives' shape functions, which this module registers.
+    from torch.distributed import _functional_collectives
+
+    del _functional_collectives
+    return (distributed.group.WORLD if group is None else group).group_name
 
 
 def decode_rule(rule: Union[str, UpdateRule]) -> UpdateRule:
-    """The inverse of `encode_rule`."""
+    """The parameters that a rule made by `rule_of` says."""
     if not isinstance(rule, str):
         return rule
     length, algo, margin, fwd_max, bwd_max, _, unfused, group = rule.split(",", 7)
@@ -89,8 +119,7 @@ def get_amax_and_update_history(history: Tensor, algo: str) -> tuple[Tensor, Ten
 
 
 def compute_amax_and_update_history(history: Tensor, algo) -> tuple[Tensor, Tensor]:
-    """As `get_amax_and_update_history`, where `algo` may also be a function ``f(history) -> amax``.
-    """
+    """As `get_amax_and_update_history`; `algo` may also be a function ``f(history) -> amax``."""
     if callable(algo):
         amax = algo(history)
         return update_amax_history(history), amax

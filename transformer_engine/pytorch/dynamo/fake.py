@@ -22,7 +22,7 @@ def _new(like: Tensor, shape, dtype: torch.dtype) -> Tensor:
 
 
 def fake_quantized(like: Tensor, rows, columns, quant: str, rowwise: bool, columnwise: bool):
-    """``(row, col, scale_inv, amax)`` of a quantized ``[rows, columns]``; Nones without ``quant``."""
+    """``(row, col, scale_inv, amax)`` of a quantized ``[rows, columns]``; Nones without quant."""
     spec = decode_quant(quant)
     if spec is None:
         return None, None, None, None
@@ -38,8 +38,8 @@ def fake_quantized(like: Tensor, rows, columns, quant: str, rowwise: bool, colum
 def fake_norm(x, kind: str, quant: str, rowwise: bool, columnwise: bool, want_output: bool):
     """``(output, mean, rstd, row, col, scale_inv, amax)`` of a norm over the rows of ``x [M, K]``.
 
-    Mean and rstd are fp32, one value per row, on the device of ``x``; RMSNorm has no mean. Shared by
-    every module that contains a norm.
+    Mean and rstd are fp32, one value per row, on the device of ``x``; RMSNorm has no mean. Shared
+    by every module that contains a norm.
     """
     rows, columns = x.shape
     output = _new(x, (rows, columns), x.dtype) if want_output or not quant else None

@@ -80,8 +80,8 @@ def run_module_op(name: str, config: str, bwd_state, tensors, *, train: bool, wa
     """Run module op ``name`` on ``tensors``.
 
     ``bwd_state`` is ``(scale, history, slots, rule)`` of delayed scaling's backward direction, with
-    ``rule`` None except for the first use in a region, or Nones. ``train``: some gradient is wanted;
-    ``want``: return the norm output. Returns ``(y[, ln_out], *amaxes)``; an amax is None unless
+    ``rule`` None except for the first use in a region, or Nones. ``train``: some gradient is
+    wanted; ``want``: return the norm output. Returns ``(y[, ln_out], *amaxes)``; an amax is None unless
     delayed scaling records it.
     """
     if train:

@@ -18,6 +18,7 @@ from ..core import delayed_scaling
 from ..core.linear import Operand
 from ..core.module_ops import amax_only
 from ..core.ops import kernels
+from ..core.update_rule import PYTHON_RULE_IN_GRAPH
 from ..core.weights import weight_operand
 from ..dynamo.module_function import run_module_op
 from ..quantization import FP8GlobalStateManager
@@ -220,7 +221,9 @@ class TransformerEngineBaseModule(OptionalExtraState, torch.nn.Module):
 
     def unsupported_in_graph(self) -> str:
         """Why this module, as configured, can not be traced; empty if it can."""
-        return ""
+        if FP8GlobalStateManager.quantization_state.kind != "delayed":
+            return ""
+        return "" if isinstance(delayed_scaling.REGION.rule, str) else PYTHON_RULE_IN_GRAPH
 
     # --- one forward call ------------------------------------------------------------------------
 
@@ -244,29 +247,28 @@ class TransformerEngineBaseModule(OptionalExtraState, torch.nn.Module):
             inp = inp.reshape(math.prod(lead), features)
         state = FP8GlobalStateManager.quantization_state
         kind, scaling, first_use = state.kind, None, False
-        self.fp8 = state.fp8_enabled
-        self.fp8_calibration = state.fp8_calibration
-        if state.fp8_enabled or state.fp8_calibration:
-            self._recipe = state.fp8_recipe
         if kind == "delayed" or calibrates(state):
             scaling = delayed_scaling.state_of(self, state.fp8_recipe)
             first_use = delayed_scaling.enter(scaling)
         return Call(inp.contiguous(), lead, shape, state.spec, kind, scaling, first_use)
 
     def _begin_eager(self) -> None:
-        """Bookkeeping that a trace must not record."""
-        self.forwarded_at_least_once = True
+        """Bookkeeping that a trace must not record: attribute writes in a traced forward would break
+        ``torch.utils.checkpoint`` inside of compiled functions."""
         state = FP8GlobalStateManager.quantization_state
-        if not state.fp8_enabled or self._recipe is None:
+        self.forwarded_at_least_once = True
+        self.fp8, self.fp8_calibration = state.fp8_enabled, state.fp8_calibration
+        if not (state.fp8_enabled or state.fp8_calibration):
             return
         old, new = type(self._recipe), type(state.fp8_recipe)
-        if not (issubclass(old, new) or issubclass(new, old)):
+        if self._recipe is not None and not (issubclass(old, new) or issubclass(new, old)):
             warnings.warn(
                 f"Recipe type changed from {old.__name__} to {new.__name__}: cached quantized weights"
                 f" of '{self.name}' are dropped.",
-                stacklevel=4,
+                stacklevel=5,
             )
             self._fp8_workspaces.clear()
+        self._recipe = state.fp8_recipe
 
     def _check_parallel(self) -> None:
         """Tensor parallelism is not computed yet: say so instead of computing something else."""

@@ -180,6 +180,16 @@ class GemmModule(TransformerEngineBaseModule):
             return weight, None
         return weight, concatenated([getattr(self, name) for name in self.bias_names])
 
+    def _begin_linear(self, inp: Tensor, norm: tuple, **options) -> tuple:
+        """Begin a call of a module with one GEMM: ``(call, weight, bias)`` in the activation dtype.
+
+        ``norm`` are the norm's parameters; ``options`` are arguments that only act in later versions.
+        """
+        later(self, **options)
+        weight, bias = self._weight_and_bias()
+        call = self._begin(inp, self.in_features, (*norm, weight, bias))
+        return call, self._cast(call, weight), self._cast(call, bias)
+
     @staticmethod
     def _cast(call: Call, tensor: Optional[Tensor]) -> Optional[Tensor]:
         """``tensor`` in the activation dtype; differentiable."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..dynamo.capability import compiled_or_eager
-from .gemm_module import GemmModule, later
+from .gemm_module import GemmModule
 from .norm_parameters import NormParameters
 
 
@@ -114,12 +114,11 @@ class LayerNormLinear(NormParameters, GemmModule):
         ``return_bias`` and ``return_layernorm_output``. Without a bias the returned bias is an empty
         tensor. ``is_first_microbatch`` as in :class:`Linear`.
         """
-        later(self, fp8_output=fp8_output, fp8_grad=fp8_grad)
-        weight, bias = self._weight_and_bias()
         ln_weight, ln_bias = self.layer_norm_weight, self.layer_norm_bias
-        call = self._begin(inp, self.in_features, (ln_weight, ln_bias, weight, bias))
+        call, weight, bias = self._begin_linear(
+            inp, (ln_weight, ln_bias), fp8_output=fp8_output, fp8_grad=fp8_grad
+        )
         ln_weight, ln_bias = self._cast(call, ln_weight), self._cast(call, ln_bias)
-        weight, bias = self._cast(call, weight), self._cast(call, bias)
         operand = self._weight(
             call,
             "weight",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..dynamo.capability import compiled_or_eager
-from .gemm_module import GemmModule, later
+from .gemm_module import GemmModule
 
 
 class Linear(GemmModule):
@@ -107,10 +107,7 @@ class Linear(GemmModule):
         ``is_first_microbatch``: None quantizes the weight at each call; True also caches it; False
         takes the cached one. Returns ``out`` or ``(out, bias)``.
         """
-        later(self, fp8_output=fp8_output, fp8_grad=fp8_grad)
-        weight, bias = self._weight_and_bias()
-        call = self._begin(inp, self.in_features, (weight, bias))
-        weight, bias = self._cast(call, weight), self._cast(call, bias)
+        call, weight, bias = self._begin_linear(inp, (), fp8_output=fp8_output, fp8_grad=fp8_grad)
         grad = torch.is_grad_enabled()
         operand = self._weight(
             call, "weight", weight, 1, is_first_microbatch, grad and call.x.requires_grad

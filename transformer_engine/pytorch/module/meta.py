@@ -7,6 +7,7 @@ quantizer objects are made when somebody looks.
 
 from __future__ import annotations
 
+from ...common.recipe import DelayedScaling
 from ..quantization import DelayedScalingRecipeState, RecipeState, get_fp8_max
 
 DIRECTIONS = (("scaling_fwd", "forward"), ("scaling_bwd", "backward"))
@@ -15,10 +16,13 @@ DIRECTIONS = (("scaling_fwd", "forward"), ("scaling_bwd", "backward"))
 def fp8_meta_of(module) -> dict:
     """``module.fp8_meta``: one dictionary per module, refreshed at each look."""
     meta, recipe = module._fp8_meta, module._recipe
+    if recipe is None and module._delayed_scaling is not None:
+        # Only compiled code has run, which writes no attributes; the scaling state is live.
+        recipe = DelayedScaling(amax_history_len=module._delayed_scaling.fwd_history.shape[0])
     meta["fp8_checkpoint"] = module.fp8 or module.fp8_calibration
     if recipe is None:
         return meta
-    if meta.get("recipe") is not recipe or meta.get("_scaling") is not module._delayed_scaling:
+    if meta.get("recipe") != recipe or meta.get("_scaling") is not module._delayed_scaling:
         meta["recipe"] = recipe
         meta["_scaling"] = module._delayed_scaling
         meta["num_gemms"] = module.num_gemms

@@ -14,42 +14,46 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .activation_math import activation_slope_tiles, activation_tile
+from .activation_math import activation_slope_tiles, activation_tile, row_length
 from .common import (
     amax_of_tile,
     cast_to_fp8,
+    largest_magnitude,
+    maximum_dropping_nan,
     prefetch_scale,
     quantization_scale,
+    rows_of_quads,
     store_bytes,
+    store_tile,
     tile_rows_and_columns,
 )
 
 
 @triton.jit
 def half_of_dx(
-    v, dx, row, col, sums, tile_row, rm, rn, first, s, M, F,
+    v, dx, row, col, sums, tile_row, quads, rn, first, s, M, F,
     GATED: tl.constexpr, CURRENT: tl.constexpr, WRITE_DX: tl.constexpr, QUANT: tl.constexpr,
     BIAS_GRAD: tl.constexpr, FMT: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
 ):  # fmt: skip
-    """Write one gradient tile into columns [first, first + F) of dx in every form asked for."""
-    width = 2 * F if GATED else F
-    rounded = v.to(dx.dtype.element_ty)
+    """Write a gradient tile (four sub-tiles ``v``) into columns [first, first + F) of dx."""
+    width = row_length(F, GATED)
+    rounded = [u.to(dx.dtype.element_ty) for u in v]
     if WRITE_DX:
-        mask = (rm < M)[:, None] & (rn < F)[None, :]
-        tl.store(dx + first + rm[:, None] * width + rn[None, :], rounded, mask=mask)
+        rows = rows_of_quads(quads)
+        for i in tl.static_range(4):
+            store_tile(dx + first, rounded[i], rows[i], rn, width, M, F)
     if CURRENT or not QUANT:
-        v = rounded.to(tl.float32)
+        v = [u.to(tl.float32) for u in rounded]
     if BIAS_GRAD:
         out = sums + tile_row.to(tl.int64) * width + first + rn
-        tl.store(out, tl.sum(v, 0), mask=rn < F)
+        tl.store(out, tl.sum((v[0] + v[1]) + (v[2] + v[3]), 0), mask=rn < F)
     if QUANT:
         padded = (M + 15) // 16 * 16
-        q = cast_to_fp8(v * s, FMT)
         store_bytes(
-            q,
+            [cast_to_fp8(u * s, FMT) for u in v],
             row + first if ROW else row,
             col + tl.cast(first, tl.int64) * padded if COL else col,
-            rm, rn, width, M, F, ROW, COL,
+            quads, rn, width, M, F, ROW, COL,
         )  # fmt: skip
 
 
@@ -153,24 +157,26 @@ def activation_forward_kernel(
     pid = tl.program_id(0)
     # After an amax pass the end of the input is in the L2 cache: begin there.
     tile = tl.num_programs(0) - 1 - pid if QUANT and not DELAYED else pid
-    rm, rn = tile_rows_and_columns(tile, F, BM, BN)
+    quads, rn = tile_rows_and_columns(tile, F, BM // 4, BN)
+    rows = rows_of_quads(quads)
     if QUANT:
         p = prefetch_scale(scale, slot, partials, n_partials, DELAYED, BP)
-    v = activation_tile(x, rm, rn, M, F, limit, alpha, offset, ACT, GATED, CLAMPED)
-    rounded = v.to(y.dtype.element_ty)
+    v = [activation_tile(x, rm, rn, M, F, limit, alpha, offset, ACT, GATED, CLAMPED) for rm in rows]
+    rounded = [u.to(y.dtype.element_ty) for u in v]
     if WRITE_Y:
-        mask = (rm < M)[:, None] & (rn < F)[None, :]
-        tl.store(y + rm[:, None] * F + rn[None, :], rounded, mask=mask)
+        for i in tl.static_range(4):
+            store_tile(y, rounded[i], rows[i], rn, F, M, F)
     if QUANT:
         s = quantization_scale(
             p, partials, n_partials, amax, scale_inv, eps, pid == 0,
             DELAYED, not DELAYED, FMT, POW2, BP,
         )  # fmt: skip
+        if not DELAYED:
+            v = [u.to(tl.float32) for u in rounded]
+        q = [cast_to_fp8(u * s, FMT) for u in v]
+        store_bytes(q, row, col, quads, rn, F, M, F, ROW, COL)
         if DELAYED:
-            tl.atomic_max(amax, amax_of_tile(v), sem="relaxed")
-        else:
-            v = rounded.to(tl.float32)
-        store_bytes(cast_to_fp8(v * s, FMT), row, col, rm, rn, F, M, F, ROW, COL)
+            tl.atomic_max(amax, amax_of_tile(largest_magnitude(v)), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["slot", "n_partials", "M"])
@@ -216,27 +222,32 @@ def activation_backward_kernel(
     CURRENT: tl.constexpr = QUANT and not DELAYED
     tile = tl.num_programs(0) - 1 - pid if CURRENT else pid
     tile_row = tile // tl.cdiv(F, BN)
-    rm, rn = tile_rows_and_columns(tile, F, BM, BN)
+    quads, rn = tile_rows_and_columns(tile, F, BM // 4, BN)
     if QUANT:
         p = prefetch_scale(scale, slot, partials, n_partials, DELAYED, BP)
-    da, dg = activation_slope_tiles(dy, x, rm, rn, M, F, limit, alpha, offset, ACT, GATED, CLAMPED)
+    pairs = [
+        activation_slope_tiles(dy, x, rm, rn, M, F, limit, alpha, offset, ACT, GATED, CLAMPED)
+        for rm in rows_of_quads(quads)
+    ]
+    da = [pair[0] for pair in pairs]
+    dg = [pair[1] for pair in pairs]
     s = 1.0
     if QUANT:
         s = quantization_scale(
             p, partials, n_partials, amax, scale_inv, eps, pid == 0,
             DELAYED, CURRENT, FMT, POW2, BP,
         )  # fmt: skip
-        if DELAYED:
-            biggest = amax_of_tile(da)
-            if GATED:
-                biggest = tl.maximum(biggest, amax_of_tile(dg))
-            tl.atomic_max(amax, biggest, sem="relaxed")
     half_of_dx(
-        da, dx, row, col, sums, tile_row, rm, rn, 0, s, M, F,
+        da, dx, row, col, sums, tile_row, quads, rn, 0, s, M, F,
         GATED, CURRENT, WRITE_DX, QUANT, BIAS_GRAD, FMT, ROW, COL,
     )  # fmt: skip
     if GATED:
         half_of_dx(
-            dg, dx, row, col, sums, tile_row, rm, rn, F, s, M, F,
+            dg, dx, row, col, sums, tile_row, quads, rn, F, s, M, F,
             GATED, CURRENT, WRITE_DX, QUANT, BIAS_GRAD, FMT, ROW, COL,
         )  # fmt: skip
+    if DELAYED and QUANT:
+        biggest = largest_magnitude(da)
+        if GATED:
+            biggest = maximum_dropping_nan(biggest, largest_magnitude(dg))
+        tl.atomic_max(amax, amax_of_tile(biggest), sem="relaxed")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import INTERPRETED
+from .common import INTERPRETED, load_tile
 
 
 @triton.jit
@@ -100,45 +100,19 @@ def clamp_gate(g, limit):
 
 
 @triton.jit
-def load_tile(x, rm, rn, stride, M, N):
-    """fp32 tile of columns rn < N, zero outside."""
-    mask = (rm < M)[:, None] & (rn < N)[None, :]
-    return tl.load(x + rm[:, None] * stride + rn[None, :], mask=mask, other=0.0).to(tl.float32)
+def load_fp32(x, rm, rn, stride, M, N):
+    """load_tile in fp32."""
+    return load_tile(x, rm, rn, stride, M, N).to(tl.float32)
 
 
 @triton.jit
-def load_ungated_tile(x, rm, rn, stride, M, N):
-    """load_tile that widens 16-bit elements by inline assembly.
-
-    Of a single input that an ordinary conversion widens, the compiler transposes the 16-bit tile
-    and computes the whole activation twice, once in the layout of each store.
-    """
-    mask = (rm < M)[:, None] & (rn < N)[None, :]
-    v = tl.load(x + rm[:, None] * stride + rn[None, :], mask=mask, other=0.0)
-    if x.dtype.element_ty == tl.bfloat16 and not INTERPRETED:
-        v = tl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
-            "=r,=r,r",
-            [v],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=2,
-        )
-    elif x.dtype.element_ty == tl.float16 and not INTERPRETED:
-        v = tl.inline_asm_elementwise(
-            """{
-            .reg .b16 a, b;
-            mov.b32 {a, b}, $2;
-            cvt.f32.f16 $0, a;
-            cvt.f32.f16 $1, b;
-            }""",
-            "=f,=f,r",
-            [v],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=2,
-        )
-    return v.to(tl.float32)
+def row_length(F, GATED: tl.constexpr):
+    """Elements of a row of x. A sum, for 2 * F would look better aligned than F (rows_of_quads)."""
+    if GATED:
+        length = F + F
+    else:
+        length = F
+    return length
 
 
 @triton.jit
@@ -147,15 +121,16 @@ def activation_tile(
     CLAMPED: tl.constexpr,
 ):  # fmt: skip
     """fp32 output tile; +0 in rows beyond M, because every activation is 0 at 0 or gated by 0."""
+    stride = row_length(F, GATED)
     if GATED:
-        a = load_tile(x, rm, rn, 2 * F, M, F)
-        g = load_tile(x + F, rm, rn, 2 * F, M, F)
+        a = load_fp32(x, rm, rn, stride, M, F)
+        g = load_fp32(x + F, rm, rn, stride, M, F)
         if CLAMPED:
             a = tl.where(a > limit, limit, a)
             g = tl.where((rm < M)[:, None], clamp_gate(g, limit) + offset, 0.0)
         out = activate(a, alpha, ACT) * g
     else:
-        out = activate(load_ungated_tile(x, rm, rn, F, M, F), alpha, ACT)
+        out = activate(load_fp32(x, rm, rn, stride, M, F), alpha, ACT)
     return out
 
 
@@ -165,10 +140,11 @@ def activation_slope_tiles(
     CLAMPED: tl.constexpr,
 ):  # fmt: skip
     """fp32 gradient tiles of the activated half and of the gate (the same one twice if ungated)."""
-    d = load_tile(dy, rm, rn, F, M, F)
+    stride = row_length(F, GATED)
+    d = load_fp32(dy, rm, rn, F, M, F)
     if GATED:
-        a = load_tile(x, rm, rn, 2 * F, M, F)
-        g = load_tile(x + F, rm, rn, 2 * F, M, F)
+        a = load_fp32(x, rm, rn, stride, M, F)
+        g = load_fp32(x + F, rm, rn, stride, M, F)
         if CLAMPED:
             f, da = activate_and_backward(tl.where(a > limit, limit, a), d, alpha, ACT)
             gate = tl.where((rm < M)[:, None], clamp_gate(g, limit) + offset, 0.0)
@@ -180,6 +156,6 @@ def activation_slope_tiles(
             da = da * g
             dg = f * d
     else:
-        f, da = activate_and_backward(load_tile(x, rm, rn, F, M, F), d, alpha, ACT)
+        f, da = activate_and_backward(load_fp32(x, rm, rn, stride, M, F), d, alpha, ACT)
         dg = da
     return da, dg

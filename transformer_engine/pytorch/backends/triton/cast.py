@@ -25,12 +25,15 @@ from .common import (
     empty,
     finish_amax_kernel,
     format_code,
+    largest_magnitude,
+    load_tile,
     maximum_dropping_nan,
     padded_partials,
     prefetch_scale,
     quantization_buffers,
     quantization_scale,
     reduce_partials,
+    rows_of_quads,
     runs_on_its_device,
     store_bytes,
     tile_count,
@@ -78,16 +81,16 @@ def cast_kernel(
     """Bytes of x[M, N] in one or both orientations; without REDUCE also its amax (atomic)."""
     pid = tl.program_id(0)
     tile = tl.num_programs(0) - 1 - pid if REDUCE else pid
-    rm, rn = tile_rows_and_columns(tile, N, BM, BN)
-    mask = (rm < M)[:, None] & (rn < N)[None, :]
+    quads, rn = tile_rows_and_columns(tile, N, BM // 4, BN)
     p = prefetch_scale(scale, slot, partials, n_partials, DELAYED, BP)
-    v = tl.load(x + rm[:, None] * N + rn[None, :], mask=mask, other=0.0).to(tl.float32)
+    v = [load_tile(x, rm, rn, N, M, N).to(tl.float32) for rm in rows_of_quads(quads)]
     s = quantization_scale(
         p, partials, n_partials, amax, scale_inv, eps, pid == 0, DELAYED, REDUCE, FMT, POW2, BP
     )  # fmt: skip
+    q = [cast_to_fp8(u * s, FMT) for u in v]
+    store_bytes(q, row, col, quads, rn, N, M, N, ROW, COL)
     if not REDUCE:
-        tl.atomic_max(amax, amax_of_tile(v), sem="relaxed")
-    store_bytes(cast_to_fp8(v * s, FMT), row, col, rm, rn, N, M, N, ROW, COL)
+        tl.atomic_max(amax, amax_of_tile(largest_magnitude(v)), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["n_partials", "M"])
@@ -107,10 +110,9 @@ def transpose_bytes_kernel(
     pid = tl.program_id(0)
     if pid == 0:
         tl.store(amax, reduce_partials(partials, n_partials, BP))
-    rm, rn = tile_rows_and_columns(pid, N, BM, BN)
-    mask = (rm < M)[:, None] & (rn < N)[None, :]
-    q = tl.load(row + rm[:, None] * N + rn[None, :], mask=mask, other=0)
-    store_bytes(q, row, col, rm, rn, N, M, N, False, True)
+    quads, rn = tile_rows_and_columns(pid, N, BM // 4, BN)
+    q = [load_tile(row, rm, rn, N, M, N) for rm in rows_of_quads(quads)]
+    store_bytes(q, row, col, quads, rn, N, M, N, False, True)
 
 
 @triton.jit

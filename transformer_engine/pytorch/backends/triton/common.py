@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# TODO(main session): READ backends/triton/READ_ME_MAIN_SESSION_FOUND_GPU_BUG.md before going on (then delete this line)
 """What the Triton kernels share: FP8 casts, scales, tiles, and the host side of a quantization.
 
 Conventions of all kernels here:
@@ -8,7 +7,11 @@ Conventions of all kernels here:
 * the number of rows is never specialised, so a changing batch compiles nothing anew;
 * float arguments are cast to fp32 in the kernel (a compiler may pass them as fp64);
 * an amax is found without a zeroed buffer where the pass that casts comes later anyway: programs
-  of the first pass write partial maxima, and each program of the second reduces them itself.
+  of the first pass write partial maxima, and each program of the second reduces them itself;
+* bytes are never transposed. A tile that is stored in both orientations is computed as four
+  interleaved sub-tiles: row i of every quad of adjacent rows is in sub-tile i. Four bytes that are
+  adjacent in the transpose then sit in one thread and move as one 32-bit word. (Moving single bytes
+  between threads is slower, and ptxas 12.8 mistranslates how LLVM 22 puts them together again.)
 """
 
 # pylint: disable=comparison-with-itself
@@ -86,6 +89,15 @@ def maximum_dropping_nan(acc, v):
         m = tl.where(v > acc, v, acc)
     else:
         m = tl.maximum(acc, v)
+    return m
+
+
+@triton.jit
+def largest_magnitude(v):
+    """Elementwise largest absolute value of four fp32 tiles, NaN ignored; 0 if all are NaN."""
+    m = tl.zeros_like(v[0])
+    for i in tl.static_range(4):
+        m = maximum_dropping_nan(m, tl.abs(v[i]))
     return m
 
 
@@ -173,26 +185,70 @@ def tile_rows_and_columns(tile, N, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def store_bytes(q, row, col, rm, rn, row_stride, M, N, ROW: tl.constexpr, COL: tl.constexpr):
-    """Store a tile of bytes in one or both orientations.
+def rows_of_quads(quads):
+    """Row indices of the four sub-tiles of a tile, 4 * quads + 0 to 3.
 
-    ``q`` is zero in rows beyond M: the columnwise buffer is padded with them to a multiple of 16.
+    Written so that no sub-tile looks better aligned than another if a row has an odd length: the
+    compiler would give each its own layout, and convert between them.
+    """
+    last = 4 * quads + 3
+    return last ^ 3, last ^ 2, last ^ 1, last
+
+
+@triton.jit
+def load_tile(x, rm, rn, stride, M, N):
+    """Elements of rows rm and columns rn < N, zero outside."""
+    mask = (rm < M)[:, None] & (rn < N)[None, :]
+    return tl.load(x + rm[:, None] * stride + rn[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def store_tile(x, v, rm, rn, stride, M, N):
+    """Store rows rm and columns rn < N."""
+    mask = (rm < M)[:, None] & (rn < N)[None, :]
+    tl.store(x + rm[:, None] * stride + rn[None, :], v, mask=mask)
+
+
+@triton.jit
+def pack_bytes(q):
+    """32-bit words whose byte i is that of the tile ``q[i]``."""
+    a, b, c, d = [u.to(tl.uint32) for u in q]
+    if INTERPRETED:
+        words = a | (b << 8) | (c << 16) | (d << 24)
+    else:
+        # In assembly, lest LLVM rebuilds the words from vectors of bytes with undefined lanes.
+        words = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 lo, hi;
+            prmt.b32 lo, $1, $2, 0x0040;
+            prmt.b32 hi, $3, $4, 0x0040;
+            prmt.b32 $0, lo, hi, 0x5410;
+            }""",
+            "=r,r,r,r,r",
+            [a, b, c, d],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
+    return words
+
+
+@triton.jit
+def store_bytes(q, row, col, quads, rn, row_stride, M, N, ROW: tl.constexpr, COL: tl.constexpr):
+    """Store the four sub-tiles of bytes ``q`` in one or both orientations.
+
+    They are zero in rows beyond M: the columnwise buffer is padded with them to a multiple of 16.
     ``rn`` are columns of the buffers; N bounds them.
     """
     if ROW:
-        tl.store(
-            row + rm[:, None] * row_stride + rn[None, :],
-            q,
-            mask=(rm < M)[:, None] & (rn < N)[None, :],
-        )
+        rows = rows_of_quads(quads)
+        for i in tl.static_range(4):
+            store_tile(row, q[i], rows[i], rn, row_stride, M, N)
     if COL:
-        # Written as a multiple of 16, so that the compiler knows 16-byte stores to be aligned.
-        padded = (M + 15) // 16 * 16
-        tl.store(
-            col + rn[:, None] * padded + rm[None, :],
-            tl.trans(q),
-            mask=(rn < N)[:, None] & (rm < padded)[None, :],
-        )
+        # Written as a multiple of 4, so that the compiler knows 16-byte stores to be aligned.
+        per_row = (M + 15) // 16 * 4
+        col = col.to(tl.pointer_type(tl.uint32))
+        store_tile(col, tl.trans(pack_bytes(q)), rn, quads, per_row, N, per_row)
 
 
 @triton.jit(do_not_specialize=["n_partials"])
@@ -248,29 +304,32 @@ def padded_partials(n_partials: int) -> int:
 
 @functools.lru_cache(maxsize=None)
 def processors(device: torch.device) -> int:
-    """Number of streaming multiprocessors, to size grids whose programs loop; 4 when interpreted."""
+    """Number of streaming multiprocessors, to size grids of looping programs; 4 on a CPU."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def tile_count(rows: int, columns: int, block_m: int, block_n: int) -> int:
-    """Grid of a tile kernel: at least one program, which also writes the scalars of an empty one."""
+    """Grid of a tile kernel: at least one program, which writes the scalars of an empty one."""
     return max(1, triton.cdiv(rows, block_m) * triton.cdiv(columns, block_n))
 
 
 def cast_block(rows: int, columns: int) -> tuple:
     """(BM, BN, num_warps) of kernels that read one tensor and write bytes.
 
-    Small tensors take small tiles to fill the GPU; large ones full cache lines in both orientations.
+    Small tensors take small tiles to fill the GPU; large ones tiles of full cache lines, if their
+    rows are aligned: otherwise the address of every element takes registers.
     """
-    if rows * columns <= 1 << 21:
+    if rows * columns <= 1 << 21 or columns % 16:
         return 32, 64, 4
     return 64, 128, 4
 
 
 def activation_block(rows: int, columns: int, backward: bool) -> tuple:
     """(BM, BN, num_warps) of activation kernels, which hold two to five tiles in registers."""
+    if columns % 16:
+        return 32, 64, 8 if backward else 4
     if rows * columns <= 1 << 21:
         return 32, 64, 4
     return 64, 64, 8 if backward else 4

@@ -15,9 +15,11 @@ import triton.language as tl
 
 from .common import (
     cast_to_fp8,
+    load_tile,
     maximum_dropping_nan,
     prefetch_scale,
     quantization_scale,
+    rows_of_quads,
     store_bytes,
     tile_rows_and_columns,
 )
@@ -215,6 +217,20 @@ def norm_forward_long_kernel(
         tl.store(partials + pid, tl.max(biggest, 0))
 
 
+@triton.jit
+def normalized_tile(
+    x, mean, rstd, gain, shift, rm, rn, M, K, LAYER_NORM: tl.constexpr, HAS_BIAS: tl.constexpr
+):
+    """fp32 output from known statistics, rounded to the dtype of x; +0 in rows beyond M."""
+    v = load_tile(x, rm, rn, K, M, K).to(tl.float32)
+    if LAYER_NORM:
+        v = v - tl.load(mean + rm, mask=rm < M, other=0.0)[:, None]
+    rs = tl.load(rstd + rm, mask=rm < M, other=0.0)
+    out = normalized_output(v * rs[:, None], gain, shift, HAS_BIAS)
+    out = out.to(x.dtype.element_ty).to(tl.float32)
+    return tl.where((rm < M)[:, None], out, 0.0)
+
+
 @triton.jit(do_not_specialize=["n_partials", "M"])
 def norm_apply_cast_kernel(
     x,
@@ -247,20 +263,16 @@ def norm_apply_cast_kernel(
     Reading x twice is cheaper than writing and reading the rounded result.
     """
     pid = tl.program_id(0)
-    rm, rn = tile_rows_and_columns(tl.num_programs(0) - 1 - pid, K, BM, BN)
-    mask = (rm < M)[:, None] & (rn < K)[None, :]
+    quads, rn = tile_rows_and_columns(tl.num_programs(0) - 1 - pid, K, BM // 4, BN)
     p = prefetch_scale(None, 0, partials, n_partials, False, BP)
-    v = tl.load(x + rm[:, None] * K + rn[None, :], mask=mask, other=0.0).to(tl.float32)
     gain = load_gain(w, rn, rn < K, ZERO_CENTERED)[None, :]
     shift = load_shift(b, rn, rn < K, HAS_BIAS)[None, :]
-    if LAYER_NORM:
-        v = v - tl.load(mean + rm, mask=rm < M, other=0.0)[:, None]
-    rs = tl.load(rstd + rm, mask=rm < M, other=0.0)
+    out = [
+        normalized_tile(x, mean, rstd, gain, shift, rm, rn, M, K, LAYER_NORM, HAS_BIAS)
+        for rm in rows_of_quads(quads)
+    ]
     s = quantization_scale(
         p, partials, n_partials, amax, scale_inv, scale_eps, pid == 0, False, True, FMT, POW2, BP
     )  # fmt: skip
-    out = normalized_output(v * rs[:, None], gain, shift, HAS_BIAS)
-    out = out.to(x.dtype.element_ty).to(tl.float32)
-    # The padding of the columnwise bytes is zero, not the bias and not -0.
-    out = tl.where((rm < M)[:, None], out, 0.0)
-    store_bytes(cast_to_fp8(out * s, FMT), row, col, rm, rn, K, M, K, ROW, COL)
+    q = [cast_to_fp8(u * s, FMT) for u in out]
+    store_bytes(q, row, col, quads, rn, K, M, K, ROW, COL)

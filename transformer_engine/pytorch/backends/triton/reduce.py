@@ -28,7 +28,7 @@ def column_sum_kernel(x, out, M, N, rows_per_program, BM: tl.constexpr, BN: tl.c
 
 @triton.jit(do_not_specialize=["P"])
 def sum_partials_kernel(partials, first, second, P, N, BP: tl.constexpr, BN: tl.constexpr):
-    """first[n] = sum of partials[0, p, n] over p, second[n] of partials[1]; grid (columns, 1 or 2)."""
+    """first[n] = sum of partials[0, p, n] over p, second[n] of partials[1]; grid (columns, 1-2)."""
     which = tl.program_id(1)
     c = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     acc = tl.zeros((BP, BN), tl.float32)
