@@ -15,8 +15,9 @@ step() {
     "$@" || status=1
 }
 
-step "black" "$python" -m black --check --quiet --diff .
-step "pylint: package, tools, examples" "$python" -m pylint --score=n transformer_engine build_tools setup.py docs/examples
+step "black" "$python" -m black --check --quiet --diff transformer_engine tests build_tools qa docs setup.py
+step "pylint: package, tools, examples" "$python" -m pylint --score=n --recursive=y \
+    transformer_engine build_tools setup.py docs/examples qa
 # Tests may be long, may have no docstrings, use fixtures by redefining their names and import helpers
 # from beside them.
 step "pylint: tests" "$python" -m pylint --score=n --recursive=y \

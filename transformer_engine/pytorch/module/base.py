@@ -23,7 +23,7 @@ from ..core.weights import weight_operand
 from ..dynamo.module_function import run_module_op
 from ..quantization import FP8GlobalStateManager
 from .extra_state import OptionalExtraState, decode_extra_state, encode_extra_state
-from .meta import fp8_meta_of, quantizers_of
+from .meta import PrecisionMetadata
 
 _layer_numbers = itertools.count(1)
 _NO_BWD_STATE = (None, None, (), None)
@@ -58,7 +58,7 @@ def resolve_device(device) -> torch.device:
     return device
 
 
-class TransformerEngineBaseModule(OptionalExtraState, torch.nn.Module):
+class TransformerEngineBaseModule(PrecisionMetadata, OptionalExtraState, torch.nn.Module):
     """Base of the modules that contain GEMMs.
 
     Keeps the parameters' initialisers, the cache of quantized weights, and the state of delayed
@@ -90,8 +90,8 @@ class TransformerEngineBaseModule(OptionalExtraState, torch.nn.Module):
         self.wgrad_store = None
         self.forwarded_at_least_once = False
         self.next_iter_when_debug_should_be_run = 0
-        self._output_quantizer_role = None
-        self._grad_input_quantizer_role = None
+        self.output_quantizer_role = None
+        self.grad_input_quantizer_role = None
         self._recipe = None
         self._fp8_meta: dict = {"fp8_checkpoint": False, "fp8_group": None}
         self._delayed_scaling: Optional[delayed_scaling.DelayedScalingState] = None
@@ -101,46 +101,6 @@ class TransformerEngineBaseModule(OptionalExtraState, torch.nn.Module):
         # Copies and unpickled modules come in this way, past __init__.
         super().__setstate__(state)
         delayed_scaling.register(self)
-
-    # --- attributes derived from the last forward ------------------------------------------------
-
-    @property
-    def fp8_initialized(self) -> bool:
-        """Whether the module has run with a low-precision recipe."""
-        return self._recipe is not None
-
-    @property
-    def fp8_meta_tensors_initialized(self) -> bool:
-        """Whether delayed-scaling tensors exist."""
-        return self._delayed_scaling is not None
-
-    @property
-    def fp8_meta(self) -> dict:
-        """Precision metadata: recipe and, for delayed scaling, live scales and amax histories."""
-        return fp8_meta_of(self)
-
-    @property
-    def quantizers(self) -> dict:
-        """Quantizers of the last recipe: ``scaling_fwd`` 3 per GEMM, ``scaling_bwd`` 2 per GEMM."""
-        return quantizers_of(self)
-
-    @property
-    def output_quantizer_role(self):
-        """Role that a ``CustomRecipe`` factory is given for the output slot."""
-        return self._output_quantizer_role
-
-    @output_quantizer_role.setter
-    def output_quantizer_role(self, role) -> None:
-        self._output_quantizer_role = role
-
-    @property
-    def grad_input_quantizer_role(self):
-        """Role that a ``CustomRecipe`` factory is given for the grad-input slot."""
-        return self._grad_input_quantizer_role
-
-    @grad_input_quantizer_role.setter
-    def grad_input_quantizer_role(self, role) -> None:
-        self._grad_input_quantizer_role = role
 
     def fast_setattr(self, name: str, value) -> None:
         """Write a plain attribute past ``nn.Module.__setattr__`` (not parameters, not properties)."""
@@ -154,6 +114,11 @@ class TransformerEngineBaseModule(OptionalExtraState, torch.nn.Module):
         """Set the tensor-parallel process group."""
         self.tp_group = group
         self.tp_group_initialized = True
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether ``fully_shard`` (FSDP2) manages this module."""
+        return any(cls.__name__ == "FSDPModule" for cls in type(self).__mro__)
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable) -> None:
         """Register a hook that ``backward_dw`` runs after the weight gradients exist."""
@@ -200,10 +165,6 @@ class TransformerEngineBaseModule(OptionalExtraState, torch.nn.Module):
         return self
 
     # --- delayed scaling -------------------------------------------------------------------------
-
-    def delayed_slots(self) -> tuple[int, int]:
-        """Number of forward and backward quantizer slots."""
-        return 3 * self.num_gemms, 2 * self.num_gemms
 
     def delayed_device(self) -> Optional[torch.device]:
         """Device for the scaling state; None while the parameters are on meta."""

@@ -142,6 +142,14 @@ class GemmModule(TransformerEngineBaseModule):
             self._set_norm_attributes()
             self._set_parallel_attributes()
             self._share_buffers()
+            if self.delay_wgrad_compute:
+                for name in (*self.weight_names, *(self.bias_names if self.use_bias else ())):
+                    getattr(self, name).skip_backward_post_hook = True
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self._share_buffers()
+        return self
 
     def _share_buffers(self) -> None:
         """Lay the pieces of a split weight, and of its bias, behind each other in memory."""

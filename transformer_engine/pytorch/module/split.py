@@ -70,7 +70,9 @@ class _View(torch.autograd.Function):
 
 
 def share_buffer(pieces: Sequence[torch.nn.Parameter]) -> None:
-    """Make the pieces views of one contiguous buffer, in order, keeping their values."""
+    """Make plain parameters views of one contiguous buffer, in order, keeping their values."""
+    if any(type(piece) is not torch.nn.Parameter or piece.is_meta for piece in pieces):
+        return  # sharded pieces, or none that hold values yet
     buffer = torch.cat([piece.detach() for piece in pieces])
     for piece, part in zip(pieces, buffer.split([piece.shape[0] for piece in pieces])):
         piece.data = part
