@@ -74,7 +74,8 @@ class Toy(torch.nn.Module):
         if state.kind != "delayed":
             return x * self.w
         scaling = delayed_scaling.state_of(self, state.fp8_recipe)
-        update = scaling.bwd_update() if delayed_scaling.enter(scaling) else None
+        delayed_scaling.enter(scaling)
+        update = delayed_scaling.enter_backward(scaling) if torch.is_grad_enabled() else None
         y, amax_x, amax_w = ToyFunction.apply(
             x, self.w, scaling.fwd_scale, scaling.bwd_scale, scaling.bwd_history, update
         )

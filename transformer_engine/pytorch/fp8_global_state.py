@@ -58,6 +58,23 @@ class FP8GlobalState:
         self.skip_fp8_weight_update_tensor: Optional[Tensor] = None
 
 
+def refuse_recomputation(recipe: Recipe) -> None:
+    """Raise where delayed scaling is entered during a backward pass.
+
+    That is a recomputation (``torch.utils.checkpoint``) of a region whose end has renewed the scales
+    already: it would quantize with other scales than the forward pass did.
+    """
+    if torch.compiler.is_compiling() or not recipe.delayed():
+        return
+    if torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            "te.autocast with DelayedScaling was entered during a backward pass, as"
+            " torch.utils.checkpoint does when it recomputes a function that opens te.autocast. The"
+            " scales of the forward pass are gone by then. Open te.autocast around the whole step,"
+            " backward included, or use Float8CurrentScaling."
+        )
+
+
 class FP8GlobalStateManager:
     """Functions on the one `FP8GlobalState`, `quantization_state`, under the names that other
     packages call.
@@ -198,6 +215,7 @@ class FP8GlobalStateManager:
             fp8_recipe = get_default_recipe()
         if enabled:
             check_recipe_support(fp8_recipe)
+            refuse_recomputation(fp8_recipe)
         outermost = state.autocast_depth == 0
         first = True if outermost else state.is_first_fp8_module
         cls.set_autocast_state((enabled, calibrating, fp8_recipe, fp8_group, first, _graph))

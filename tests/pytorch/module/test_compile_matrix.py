@@ -63,7 +63,7 @@ def train(module, recipe, device, dtype=BF16, backend="aot_eager"):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ("LayerNormLinear", "LayerNormMLP"))
 def test_flags(kind, recipe, index, device):
-    """Bias, extra outputs and norm of the two modules that contain one; each flag meets both norms."""
+    """Bias, extra outputs and norm of the modules that have them; each flag meets both norms."""
     flags, norm = FLAGS[index], NORMS[(index + RECIPES.index(recipe)) % 2]
     options = dict(flags) if kind == "LayerNormLinear" else {"activation": "swiglu", **flags}
     train(build(kind, device, normalization=norm, **options), recipe, device)

@@ -23,6 +23,7 @@ State belongs to the process, not to a thread.
 
 from __future__ import annotations
 
+import itertools
 from contextlib import contextmanager
 from typing import Iterable, List, Optional, Sequence, Union
 
@@ -36,6 +37,7 @@ from .weak_list import WeakList
 
 _MODULES = WeakList()
 _STATES = WeakList()
+_NUMBERS = itertools.count()  # strings of these name states: a graph may make symbols of integers
 
 
 class Region:
@@ -60,8 +62,8 @@ class DelayedScalingState:
 
     `fwd_scale` ``[n_fwd]``, `fwd_history` ``[length, n_fwd]``, `bwd_scale` ``[n_bwd]``,
     `bwd_history`` [length, n_bwd]``. Row 0 of a history is the row in use. `pending` is True
-    between the module's first use in a region and the region's end; `rule` is the update rule of
-    that use.
+    between the module's first use in a region and the region's end, `backward_pending` between its
+    first use that will have a backward and that end; `rule` is the update rule of the region.
     """
 
     def __init__(self, n_fwd: int, n_bwd: int, length: int, device: torch.device) -> None:
@@ -70,7 +72,9 @@ class DelayedScalingState:
         self.bwd_scale = _static(torch.ones(n_bwd, dtype=torch.float32, device=device))
         self.bwd_history = _static(torch.zeros(length, n_bwd, dtype=torch.float32, device=device))
         self.pending = False
+        self.backward_pending = False
         self.rule: Union[str, UpdateRule] = ""
+        self.number = str(next(_NUMBERS))
         _STATES.add(self)
 
     def __setstate__(self, state: dict) -> None:
@@ -79,15 +83,16 @@ class DelayedScalingState:
         self.__dict__.update(state)
         for tensor in (self.fwd_scale, self.fwd_history, self.bwd_scale, self.bwd_history):
             _static(tensor)
-        self.pending = False
+        self.forget_region()
         self.rule = ""
+        self.number = str(next(_NUMBERS))
         _STATES.add(self)
 
     def move(self, device: Optional[torch.device]) -> None:
         """Move the tensors to `device`; None leaves them where they are."""
         if device is None or self.fwd_scale.device == device:
             return
-        with _ordinary_tensors():
+        with ordinary_tensors():
             self.fwd_scale = _static(self.fwd_scale.to(device))
             self.fwd_history = _static(self.fwd_history.to(device))
             self.bwd_scale = _static(self.bwd_scale.to(device))
@@ -97,13 +102,14 @@ class DelayedScalingState:
         """Give the histories `length` rows: the first ones stay, new ones are zero."""
         if self.fwd_history.shape[0] == length:
             return
-        with _ordinary_tensors():
+        with ordinary_tensors():
             self.fwd_history = _with_rows(self.fwd_history, length)
             self.bwd_history = _with_rows(self.bwd_history, length)
 
-    def bwd_update(self) -> Union[str, UpdateRule]:
-        """What the backward of the first use hands to `update_backward`."""
-        return self.rule
+    def forget_region(self) -> None:
+        """The region that used the module has ended."""
+        self.pending = False
+        self.backward_pending = False
 
 
 def _static(tensor: Tensor) -> Tensor:
@@ -125,7 +131,7 @@ def _with_rows(history: Tensor, length: int) -> Tensor:
 
 
 @contextmanager
-def _ordinary_tensors():
+def ordinary_tensors():
     """Make real tensors that training may change, whatever the caller is in the middle of.
 
     Dispatch modes would make fake tensors, functorch wrapped ones, and inference mode tensors that
@@ -164,35 +170,58 @@ def state_of(module: torch.nn.Module, recipe) -> DelayedScalingState:
     state = module._delayed_scaling
     if state is None:
         raise RuntimeError(
-            f"Delayed scaling of {type(module).__name__} has nowhere to keep its scales, because"
-            f" the parameters of the"
-            " module are on the meta device. Call its reset_parameters() before its first use."
+            f"Delayed scaling of {type(module).__name__} has nowhere to keep its scales, because the"
+            " parameters of the module are on the meta device. Call its reset_parameters() before"
+            " its first use."
         )
-    if state.fwd_history.shape[0] != length:
-        raise RuntimeError(
-            f"The amax history of {type(module).__name__} has {state.fwd_history.shape[0]} rows,"
-            f" but the recipe asks for"
-            f" {length}. Register the module with delayed_scaling.register before it is compiled."
-        )
+    if torch.compiler.is_compiling() and not _all_have(length):
+        _resize_now(state.number, length)
     return state
 
 
 @constant_in_graphs
 def _prepare_all(length: int) -> bool:
-    """Prepare every registered module; Dynamo runs this for real while it traces."""
+    """Make the missing states of all registered modules; Dynamo runs this for real while it traces.
+
+    Histories of another length stay as they are: they may belong to modules of another recipe.
+    """
     for module in _MODULES.live():
-        _prepare(module, length)
+        _make_or_move(module, length)
+    return True
+
+
+@constant_in_graphs
+def _all_have(length: int) -> bool:
+    """Whether all histories have `length` rows; Dynamo asks for real, without looking at one."""
+    return all(state.fwd_history.shape[0] == length for state in _STATES.live())
+
+
+@constant_in_graphs
+def _resize_now(number: str, length: int) -> bool:
+    """`resize` the state of that number while Dynamo traces, before it looks at the tensors.
+
+    Reading the number binds the graph to this one state, which only happens in a process whose
+    recipes have histories of several lengths.
+    """
+    for state in _STATES.live():
+        if state.number == number:
+            state.resize(length)
     return True
 
 
 def _prepare(module: torch.nn.Module, length: int) -> None:
+    _make_or_move(module, length)
+    if module._delayed_scaling is not None:
+        module._delayed_scaling.resize(length)
+
+
+def _make_or_move(module: torch.nn.Module, length: int) -> None:
     state = module._delayed_scaling
     device = module.delayed_device()
     if state is not None:
         state.move(device)
-        state.resize(length)
     elif device is not None:
-        with _ordinary_tensors():
+        with ordinary_tensors():
             module._delayed_scaling = DelayedScalingState(*module.delayed_slots(), length, device)
 
 
@@ -200,10 +229,7 @@ def _prepare(module: torch.nn.Module, length: int) -> None:
 
 
 def enter(state: DelayedScalingState) -> bool:
-    """Mark a use of the module; True if it is the first one in this region.
-
-    The backward of the first use, and only that one, calls `update_backward`.
-    """
+    """Mark a use of the module; True if it is the first one in this region."""
     if torch.compiler.is_compiling() and not isinstance(REGION.rule, str):
         raise RuntimeError(PYTHON_RULE_IN_GRAPH)
     if state.pending:
@@ -213,6 +239,18 @@ def enter(state: DelayedScalingState) -> bool:
     if REGION.states is not None:
         REGION.states.append(state)
     return True
+
+
+def enter_backward(state: DelayedScalingState) -> Optional[Union[str, UpdateRule]]:
+    """Announce the backward of a use that was entered; what it hands to `update_backward`, or None.
+
+    Of several uses in a region that have a backward, only the first one's, which runs last, renews
+    the scales: uses without gradients, such as a teacher's pass, do not count.
+    """
+    if state.backward_pending:
+        return None
+    state.backward_pending = True
+    return state.rule
 
 
 def record_forward(
@@ -235,7 +273,7 @@ def record_backward(
 def update_backward(history: Tensor, scale: Tensor, rule: Union[str, UpdateRule]) -> None:
     """Renew the backward `scale` ``[n]`` from `history` ``[length, n]``, in place.
 
-    `rule` is what ``state.bwd_update()`` gave in the forward pass of the module's first use in the
+    `rule` is what `enter_backward` gave in the forward pass of the module's first such use in the
     region.
     """
     rule = decode_rule(rule)
@@ -296,14 +334,14 @@ def finish_region(update: bool) -> None:
     if update:
         update_forward(states)
     for state in states:
-        state.pending = False
+        state.forget_region()
     REGION.states = None
 
 
 @constant_in_graphs
 def _forget_pending() -> bool:
     for state in _STATES.live():
-        state.pending = False
+        state.forget_region()
     return True
 
 

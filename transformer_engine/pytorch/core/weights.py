@@ -43,10 +43,17 @@ def weight_operand(
             weight.detach(), quant, scale, slot, None, True, columnwise
         )
     if is_first_microbatch is not None:
-        cache[key] = storage_from_bytes(row, col, scale_inv, quant, weight.dtype)
+        entry = storage_from_bytes(row, col, scale_inv, quant, weight.dtype)
+        entry.inference = torch.is_inference_mode_enabled()
+        cache[key] = entry
     return Operand(None, row, col, scale_inv), amax
 
 
 def usable(entry: Float8TensorStorage, quant: str, columnwise: bool) -> bool:
-    """Whether a cached weight fits the format asked for and holds the layouts needed."""
+    """Whether a cached weight fits the format asked for and holds the layouts needed.
+
+    One that was made in inference mode can not be saved for a backward.
+    """
+    if entry.inference and torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        return False
     return entry.quant == quant and (entry._transpose_padded is not None or not columnwise)

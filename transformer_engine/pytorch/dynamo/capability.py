@@ -59,6 +59,8 @@ def compiled_or_eager(forward: Callable) -> Callable:
                 return _outside["run"](forward, reason, self, inp, *args, **kwargs)
         return forward(self, inp, *args, **kwargs)
 
+    # Dynamo counts recompilations per code object: each class gets its own.
+    wrapper.__code__ = wrapper.__code__.replace(co_name="forward")
     return wrapper
 
 

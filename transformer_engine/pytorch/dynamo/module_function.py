@@ -71,9 +71,19 @@ def _visible(op, outputs, want_norm_output: bool):
 
 def _run(registered, function, config: str, tensors):
     """One reading of a module function: the registered op where the dispatcher is watched."""
-    if through_dispatcher() or not is_plain(tensors[0]):
+    if through_dispatcher() or not is_plain(tensors[0]) or tensors[0].is_meta:
         return registered(*tensors, config)
     return outside_autocast(function, EAGER, decode_config(config), *tensors)
+
+
+def _refuse_transforms(config: str) -> None:
+    """Quantization has no derivative that torch could push forward or batch over."""
+    forward_mode = torch.autograd.forward_ad._current_level >= 0
+    if "x=" in config and (forward_mode or torch._C._functorch.peek_interpreter_stack() is not None):
+        raise RuntimeError(
+            "Forward-mode differentiation and torch.func transforms are not supported inside of"
+            " te.autocast: quantization has no such derivative. Leave te.autocast for this call."
+        )
 
 
 def run_module_op(name: str, config: str, bwd_state, tensors, *, train: bool, want: bool = False):
@@ -87,5 +97,7 @@ def run_module_op(name: str, config: str, bwd_state, tensors, *, train: bool, wa
     if train:
         return ModuleFunction.apply(name, config, want, *bwd_state, *tensors)
     # Nothing needs a gradient: no autograd node, nothing kept.
+    if not torch.compiler.is_compiling():
+        _refuse_transforms(config)
     op = OPS[name]
     return _visible(op, _run(op.forward_op, op.forward, config, tensors), want)

@@ -14,7 +14,7 @@ from ..core.config import norm_config
 from ..dynamo.capability import compiled_or_eager
 from ..dynamo.module_function import run_module_op
 from ..environment import norm_sm_margin
-from .base import resolve_device, shape_text, wanted_gradients
+from .base import autocast_dtype, resolve_device, shape_text, wanted_gradients
 from .extra_state import OptionalExtraState
 
 _NO_BWD_STATE = (None, None, (), None)
@@ -132,9 +132,7 @@ class NormModule(OptionalExtraState, torch.nn.Module):
                 f"The input of {type(self).__name__} has shape {shape_text(inp.shape)}, but its trailing"
                 f" dimensions must be {tuple(shape)} (normalized_shape)."
             )
-        device = inp.device.type
-        autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if autocast else weight.dtype
+        dtype = autocast_dtype(inp.device.type) or weight.dtype
         x = inp if inp.dtype == dtype else inp.to(dtype)
         rows, columns = math.prod(inp.shape[: inp.dim() - len(shape)]), math.prod(shape)
         x = x.reshape(rows, columns).contiguous()

@@ -47,7 +47,6 @@ class Call(NamedTuple):
     spec: str  # recipe part of the configuration, "" without quantization
     kind: str  # "", "current" or "delayed"
     scaling: Optional[delayed_scaling.DelayedScalingState]
-    first_use: bool
 
 
 def resolve_device(device) -> torch.device:
@@ -168,7 +167,7 @@ class TransformerEngineBaseModule(PrecisionMetadata, OptionalExtraState, torch.n
 
     def delayed_device(self) -> Optional[torch.device]:
         """Device for the scaling state; None while the parameters are on meta."""
-        for param in self.parameters(recurse=False):
+        for param in self.parameters():  # a parametrized weight lies deeper
             return None if param.is_meta else param.device
         return None
 
@@ -207,11 +206,11 @@ class TransformerEngineBaseModule(PrecisionMetadata, OptionalExtraState, torch.n
         if inp.dim() != 2:
             inp = inp.reshape(math.prod(lead), features)
         state = FP8GlobalStateManager.quantization_state
-        kind, scaling, first_use = state.kind, None, False
+        kind, scaling = state.kind, None
         if kind == "delayed" or calibrates(state):
             scaling = delayed_scaling.state_of(self, state.fp8_recipe)
-            first_use = delayed_scaling.enter(scaling)
-        return Call(inp.contiguous(), lead, shape, state.spec, kind, scaling, first_use)
+            delayed_scaling.enter(scaling)
+        return Call(inp.contiguous(), lead, shape, state.spec, kind, scaling)
 
     def _begin_eager(self) -> None:
         """Bookkeeping that a trace must not record: attribute writes in a traced forward would break
@@ -241,9 +240,9 @@ class TransformerEngineBaseModule(PrecisionMetadata, OptionalExtraState, torch.n
 
     def _activation_dtype(self, inp: Tensor, parameters: tuple) -> torch.dtype:
         """Compute and output dtype: torch.autocast's, else the input's, which parameters share."""
-        device = inp.device.type
-        if torch.is_autocast_enabled(device):
-            return torch.get_autocast_dtype(device)
+        autocast = autocast_dtype(inp.device.type)
+        if autocast is not None:
+            return autocast
         dtype = inp.dtype
         for param in parameters:
             if param is not None and param.dtype != dtype:
@@ -288,7 +287,7 @@ class TransformerEngineBaseModule(PrecisionMetadata, OptionalExtraState, torch.n
             config += ";cal=1"
         bwd_state = _NO_BWD_STATE
         if call.kind == "delayed" and need:
-            rule = scaling.bwd_update() if call.first_use else None
+            rule = delayed_scaling.enter_backward(scaling)
             bwd_state = (scaling.bwd_scale, scaling.bwd_history, self.bwd_amax_slots, rule)
         fwd_scale = None if scaling is None else scaling.fwd_scale
         outputs = run_module_op(
@@ -299,6 +298,13 @@ class TransformerEngineBaseModule(PrecisionMetadata, OptionalExtraState, torch.n
             delayed_scaling.record_forward(scaling, list(amaxes), list(self.fwd_amax_slots))
         y = outputs[0].view(*call.lead, outputs[0].shape[-1])
         return (y, outputs[1].view(call.shape)) if want else (y, None)
+
+
+def autocast_dtype(device_type: str) -> Optional[torch.dtype]:
+    """The dtype of an active ``torch.autocast`` for this kind of device, None without one."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
 
 
 def calibrates(state) -> bool:

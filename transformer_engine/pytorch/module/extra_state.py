@@ -107,17 +107,18 @@ def decode_extra_state(module, state) -> None:
             " the checkpoint is of another kind of module."
         )
     device = module.delayed_device() or torch.device("cpu")
-    scaling = delayed_scaling.DelayedScalingState(
-        forward, backward, shapes["fwd_history"][0], device
-    )
     offset = start + length
-    for field in FIELDS:
-        target = getattr(scaling, field)
-        size = target.numel() * 4
-        # A copy of the bytes is aligned for fp32.
-        chunk = data[offset : offset + size].clone().view(torch.float32)
-        target.copy_(chunk.view(target.shape))
-        offset += size
+    with delayed_scaling.ordinary_tensors():
+        scaling = delayed_scaling.DelayedScalingState(
+            forward, backward, shapes["fwd_history"][0], device
+        )
+        for field in FIELDS:
+            target = getattr(scaling, field)
+            size = target.numel() * 4
+            # A copy of the bytes is aligned for fp32.
+            chunk = data[offset : offset + size].clone().view(torch.float32)
+            target.copy_(chunk.view(target.shape))
+            offset += size
     module._delayed_scaling = scaling
 
 

@@ -58,6 +58,9 @@ class _View(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *pieces):
         ctx.sizes = [piece.shape[0] for piece in pieces]
+        # The view has a version counter of its own. Saving the pieces makes autograd notice a piece
+        # that is changed in place before its backward, as it does for a weight in one piece.
+        ctx.save_for_backward(*pieces)
         first = pieces[0].detach()
         shape = (sum(ctx.sizes), *first.shape[1:])
         return first.new_empty(0).set_(
@@ -66,6 +69,7 @@ class _View(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        _ = ctx.saved_tensors  # checks the version counters
         return grad.split(ctx.sizes)
 
 

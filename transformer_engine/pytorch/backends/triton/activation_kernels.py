@@ -17,16 +17,12 @@ import triton.language as tl
 from .activation_math import activation_slope_tiles, activation_tile, row_length
 from .common import (
     amax_of_tile,
-    cast_to_fp8,
     largest_magnitude,
     maximum_dropping_nan,
     prefetch_scale,
     quantization_scale,
-    rows_of_quads,
-    store_bytes,
-    store_tile,
-    tile_rows_and_columns,
 )
+from .tiles import rows_of_quads, store_fp8, store_tile, tile_rows_and_columns
 
 
 @triton.jit
@@ -49,11 +45,11 @@ def half_of_dx(
         tl.store(out, tl.sum((v[0] + v[1]) + (v[2] + v[3]), 0), mask=rn < F)
     if QUANT:
         padded = (M + 15) // 16 * 16
-        store_bytes(
-            [cast_to_fp8(u * s, FMT) for u in v],
+        store_fp8(
+            [u * s for u in v],
             row + first if ROW else row,
             col + tl.cast(first, tl.int64) * padded if COL else col,
-            quads, rn, width, M, F, ROW, COL,
+            quads, rn, width, M, F, FMT, ROW, COL,
         )  # fmt: skip
 
 
@@ -173,8 +169,7 @@ def activation_forward_kernel(
         )  # fmt: skip
         if not DELAYED:
             v = [u.to(tl.float32) for u in rounded]
-        q = [cast_to_fp8(u * s, FMT) for u in v]
-        store_bytes(q, row, col, quads, rn, F, M, F, ROW, COL)
+        store_fp8([u * s for u in v], row, col, quads, rn, F, M, F, FMT, ROW, COL)
         if DELAYED:
             tl.atomic_max(amax, amax_of_tile(largest_magnitude(v)), sem="relaxed")
 

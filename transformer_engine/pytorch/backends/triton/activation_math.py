@@ -10,7 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import INTERPRETED, load_tile
+from .common import INTERPRETED
+from .tiles import load_tile
 
 
 @triton.jit

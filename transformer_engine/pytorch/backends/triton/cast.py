@@ -21,22 +21,25 @@ from .common import (
     Buffers,
     amax_of_tile,
     cast_block,
-    cast_to_fp8,
     empty,
     finish_amax_kernel,
     format_code,
     largest_magnitude,
-    load_tile,
     maximum_dropping_nan,
     padded_partials,
     prefetch_scale,
     quantization_buffers,
     quantization_scale,
     reduce_partials,
-    rows_of_quads,
     runs_on_its_device,
-    store_bytes,
     tile_count,
+)
+from .tiles import (
+    load_tile,
+    pack_bytes,
+    rows_of_quads,
+    store_fp8,
+    store_words,
     tile_rows_and_columns,
 )
 
@@ -87,8 +90,7 @@ def cast_kernel(
     s = quantization_scale(
         p, partials, n_partials, amax, scale_inv, eps, pid == 0, DELAYED, REDUCE, FMT, POW2, BP
     )  # fmt: skip
-    q = [cast_to_fp8(u * s, FMT) for u in v]
-    store_bytes(q, row, col, quads, rn, N, M, N, ROW, COL)
+    store_fp8([u * s for u in v], row, col, quads, rn, N, M, N, FMT, ROW, COL)
     if not REDUCE:
         tl.atomic_max(amax, amax_of_tile(largest_magnitude(v)), sem="relaxed")
 
@@ -112,7 +114,7 @@ def transpose_bytes_kernel(
         tl.store(amax, reduce_partials(partials, n_partials, BP))
     quads, rn = tile_rows_and_columns(pid, N, BM // 4, BN)
     q = [load_tile(row, rm, rn, N, M, N) for rm in rows_of_quads(quads)]
-    store_bytes(q, row, col, quads, rn, N, M, N, False, True)
+    store_words(pack_bytes(q), col, quads, rn, M, N)
 
 
 @triton.jit

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Triton kernels share: FP8 casts, scales, tiles, and the host side of a quantization.
+"""What the Triton kernels share: FP8 casts, scales, and the host side of a quantization.
 
 Conventions of all kernels here:
 
@@ -7,11 +7,7 @@ Conventions of all kernels here:
 * the number of rows is never specialised, so a changing batch compiles nothing anew;
 * float arguments are cast to fp32 in the kernel (a compiler may pass them as fp64);
 * an amax is found without a zeroed buffer where the pass that casts comes later anyway: programs
-  of the first pass write partial maxima, and each program of the second reduces them itself;
-* bytes are never transposed. A tile that is stored in both orientations is computed as four
-  interleaved sub-tiles: row i of every quad of adjacent rows is in sub-tile i. Four bytes that are
-  adjacent in the transpose then sit in one thread and move as one 32-bit word. (Moving single bytes
-  between threads is slower, and ptxas 12.8 mistranslates how LLVM 22 puts them together again.)
+  of the first pass write partial maxima, and each program of the second reduces them itself.
 """
 
 # pylint: disable=comparison-with-itself
@@ -173,82 +169,6 @@ def quantization_scale(
     if leads:
         tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), s))
     return s
-
-
-@triton.jit
-def tile_rows_and_columns(tile, N, BM: tl.constexpr, BN: tl.constexpr):
-    """Row and column indices (int64) of tile number ``tile``, counted along the columns first."""
-    across = tl.cdiv(N, BN)
-    rm = (tile // across).to(tl.int64) * BM + tl.arange(0, BM)
-    rn = (tile % across).to(tl.int64) * BN + tl.arange(0, BN)
-    return rm, rn
-
-
-@triton.jit
-def rows_of_quads(quads):
-    """Row indices of the four sub-tiles of a tile, 4 * quads + 0 to 3.
-
-    Written so that no sub-tile looks better aligned than another if a row has an odd length: the
-    compiler would give each its own layout, and convert between them.
-    """
-    last = 4 * quads + 3
-    return last ^ 3, last ^ 2, last ^ 1, last
-
-
-@triton.jit
-def load_tile(x, rm, rn, stride, M, N):
-    """Elements of rows rm and columns rn < N, zero outside."""
-    mask = (rm < M)[:, None] & (rn < N)[None, :]
-    return tl.load(x + rm[:, None] * stride + rn[None, :], mask=mask, other=0)
-
-
-@triton.jit
-def store_tile(x, v, rm, rn, stride, M, N):
-    """Store rows rm and columns rn < N."""
-    mask = (rm < M)[:, None] & (rn < N)[None, :]
-    tl.store(x + rm[:, None] * stride + rn[None, :], v, mask=mask)
-
-
-@triton.jit
-def pack_bytes(q):
-    """32-bit words whose byte i is that of the tile ``q[i]``."""
-    a, b, c, d = [u.to(tl.uint32) for u in q]
-    if INTERPRETED:
-        words = a | (b << 8) | (c << 16) | (d << 24)
-    else:
-        # In assembly, lest LLVM rebuilds the words from vectors of bytes with undefined lanes.
-        words = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 lo, hi;
-            prmt.b32 lo, $1, $2, 0x0040;
-            prmt.b32 hi, $3, $4, 0x0040;
-            prmt.b32 $0, lo, hi, 0x5410;
-            }""",
-            "=r,r,r,r,r",
-            [a, b, c, d],
-            dtype=tl.uint32,
-            is_pure=True,
-            pack=1,
-        )
-    return words
-
-
-@triton.jit
-def store_bytes(q, row, col, quads, rn, row_stride, M, N, ROW: tl.constexpr, COL: tl.constexpr):
-    """Store the four sub-tiles of bytes ``q`` in one or both orientations.
-
-    They are zero in rows beyond M: the columnwise buffer is padded with them to a multiple of 16.
-    ``rn`` are columns of the buffers; N bounds them.
-    """
-    if ROW:
-        rows = rows_of_quads(quads)
-        for i in tl.static_range(4):
-            store_tile(row, q[i], rows[i], rn, row_stride, M, N)
-    if COL:
-        # Written as a multiple of 4, so that the compiler knows 16-byte stores to be aligned.
-        per_row = (M + 15) // 16 * 4
-        col = col.to(tl.pointer_type(tl.uint32))
-        store_tile(col, tl.trans(pack_bytes(q)), rn, quads, per_row, N, per_row)
 
 
 @triton.jit(do_not_specialize=["n_partials"])

@@ -13,16 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import (
-    cast_to_fp8,
-    load_tile,
-    maximum_dropping_nan,
-    prefetch_scale,
-    quantization_scale,
-    rows_of_quads,
-    store_bytes,
-    tile_rows_and_columns,
-)
+from .common import cast_to_fp8, maximum_dropping_nan, prefetch_scale, quantization_scale
+from .tiles import load_tile, rows_of_quads, store_fp8, tile_rows_and_columns
 
 
 @triton.jit
@@ -274,5 +266,4 @@ def norm_apply_cast_kernel(
     s = quantization_scale(
         p, partials, n_partials, amax, scale_inv, scale_eps, pid == 0, False, True, FMT, POW2, BP
     )  # fmt: skip
-    q = [cast_to_fp8(u * s, FMT) for u in out]
-    store_bytes(q, row, col, quads, rn, K, M, K, ROW, COL)
+    store_fp8([u * s for u in out], row, col, quads, rn, K, M, K, FMT, ROW, COL)

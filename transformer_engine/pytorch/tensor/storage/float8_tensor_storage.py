@@ -87,6 +87,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
             self._transpose = data_transpose
         if quant is None:
             quant = quantizer.quant if quantizer is not None else ""
+        self.inference = False  # made in inference mode: no backward can save it
         self.quant = quant or QuantSpec("current", fp8_format(fp8_dtype)).encode()
 
     @property
