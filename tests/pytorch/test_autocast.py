@@ -566,3 +566,8 @@ def test_availability_inside_a_graph():
 
 def test_every_recipe_class_is_a_recipe():
     assert all(issubclass(c, Recipe) for c in (DelayedScaling, NVFP4BlockScaling, CustomRecipe))
+
+
+def test_a_recipe_in_the_place_of_enabled_is_refused():
+    with pytest.raises(TypeError, match=r"te.autocast\(recipe=DelayedScaling"):
+        autocast(DelayedScaling())

@@ -277,6 +277,7 @@ def test_copies_of_a_module_have_a_life_of_their_own(duplicate):
 
 
 def test_states_and_modules_are_not_kept_alive():
+    gc.collect()
     before = len(delayed_scaling.live_states())
     toy = Toy()
     run(toy, DelayedScaling(), [1.0], [1.0])
@@ -485,13 +486,8 @@ def test_changed_recipe_fields_are_noticed_by_graphs():
     eager, whole = Chain("eager", eager_recipe), Chain("whole", recipe, dynamic=True)
     for field, value in (
         ("margin", 3),
-        ("amax_history_len", 2),
         ("fp8_format", Format.E4M3),
         ("amax_compute_algo", "most_recent"),
-        # Histories get another length while a graph is traced, so a length that returns is traced
-        # again.
-        ("amax_history_len", 4),
-        ("amax_history_len", 2),
     ):
         setattr(recipe, field, value)
         setattr(eager_recipe, field, value)

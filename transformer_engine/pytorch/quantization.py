@@ -124,6 +124,11 @@ class autocast:  # pylint: disable=invalid-name
         amax_reduction_group: Any = None,
         _graph: bool = False,
     ) -> None:
+        if isinstance(enabled, Recipe):
+            raise TypeError(
+                f"The first argument of te.autocast is `enabled`, but it got a recipe:"
+                f" write te.autocast(recipe={type(enabled).__name__}(...))."
+            )
         self.enabled = enabled
         self.calibrating = calibrating
         self.recipe = recipe

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Regions of ``te.autocast`` and ``torch.autocast`` inside of compiled functions and around them."""
+"""Regions of ``te.autocast`` and ``torch.autocast`` in compiled functions and around them."""
 
 from contextlib import nullcontext
 

@@ -202,13 +202,22 @@ def test_eager_and_compiled_steps_in_turn(device):
 
 
 def test_history_length_changed(device):
-    """Longer and shorter histories keep what fits, in compiled code as in eager."""
+    """A graph does not resize a history in use, and says how to; resized, it goes on as in eager."""
     twins = Twins(stack(device), in_region)
-    for step, length in enumerate((2, 4, 4, 1, 1, 3)):
-        twins.step(data(step, device), DelayedScaling(amax_history_len=length), seed=step)
-        twins.zero_grad()
-    for step in range(2):  # back to lengths that were compiled already
-        twins.step(data(step, device), DelayedScaling(amax_history_len=4 - 2 * step), seed=step)
+    x = data(0, device)
+    for step, length in enumerate((2, 4, 1)):
+        recipe = DelayedScaling(amax_history_len=length)
+        if step:
+            with pytest.raises(Exception, match=rf"adjust_amax_history_length\({length}\)"):
+                twins.compiled(x, recipe)
+            twins.compare()
+            for child in twins.module:
+                if hasattr(child, "adjust_amax_history_length"):
+                    child.adjust_amax_history_length(length)
+        for repeat in range(3):
+            twins.step(data(3 * step + repeat, device), recipe, seed=repeat)
+            twins.zero_grad()
+    assert graphs() == 3
 
 
 def test_state_loaded_after_compilation(device):

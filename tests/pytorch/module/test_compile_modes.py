@@ -180,7 +180,7 @@ def test_recipe_changed_in_place(field, where, device):
 
 @pytest.mark.parametrize(
     "field,value",
-    (("margin", 2), ("amax_compute_algo", "most_recent"), ("amax_history_len", 2)),
+    (("margin", 2), ("amax_compute_algo", "most_recent"), ("fp8_format", Format.E4M3)),
 )
 def test_delayed_recipe_changed_in_place(field, value, device):
     """The update rule of delayed scaling is read anew in every region."""

@@ -23,7 +23,6 @@ State belongs to the process, not to a thread.
 
 from __future__ import annotations
 
-import itertools
 from contextlib import contextmanager
 from typing import Iterable, List, Optional, Sequence, Union
 
@@ -37,7 +36,6 @@ from .weak_list import WeakList
 
 _MODULES = WeakList()
 _STATES = WeakList()
-_NUMBERS = itertools.count()  # strings of these name states: a graph may make symbols of integers
 
 
 class Region:
@@ -74,7 +72,7 @@ class DelayedScalingState:
         self.pending = False
         self.backward_pending = False
         self.rule: Union[str, UpdateRule] = ""
-        self.number = str(next(_NUMBERS))
+        self.made_in = ""  # the compilation that made it, if one did
         _STATES.add(self)
 
     def __setstate__(self, state: dict) -> None:
@@ -85,7 +83,6 @@ class DelayedScalingState:
             _static(tensor)
         self.forget_region()
         self.rule = ""
-        self.number = str(next(_NUMBERS))
         _STATES.add(self)
 
     def move(self, device: Optional[torch.device]) -> None:
@@ -174,45 +171,51 @@ def state_of(module: torch.nn.Module, recipe) -> DelayedScalingState:
             " parameters of the module are on the meta device. Call its reset_parameters() before"
             " its first use."
         )
-    if torch.compiler.is_compiling() and not _all_have(length):
-        _resize_now(state.number, length)
+    if state.fwd_history.shape[0] != length:  # only while tracing
+        raise RuntimeError(
+            f"The amax history of {type(module).__name__} has {state.fwd_history.shape[0]} rows, but"
+            f" the recipe asks for {length}. A graph can not resize it: call the module's"
+            f" adjust_amax_history_length({length}) first, or run it once in eager."
+        )
     return state
+
+
+def _refuse_mixed_lengths(state: DelayedScalingState, module: torch.nn.Module) -> None:
+    if state.pending:
+        raise RuntimeError(
+            f"{type(module).__name__} is used under two recipes with different amax_history_len in"
+            " one te.autocast region. Give both recipes the same length, or leave the region in"
+            " between."
+        )
 
 
 @constant_in_graphs
 def _prepare_all(length: int) -> bool:
     """Make the missing states of all registered modules; Dynamo runs this for real while it traces.
 
-    Histories of another length stay as they are: they may belong to modules of another recipe.
+    Histories in use keep their length, which another recipe may have given them. What an earlier
+    trace made and nobody used gets the length of this one; what this trace made it may have read.
     """
+    trace = str(torch._guards.CompileContext.current_compile_id())
     for module in _MODULES.live():
+        if module._delayed_scaling is None:
+            _make_or_move(module, length)
+            if module._delayed_scaling is not None:
+                module._delayed_scaling.made_in = trace
+            continue
         _make_or_move(module, length)
-    return True
-
-
-@constant_in_graphs
-def _all_have(length: int) -> bool:
-    """Whether all histories have `length` rows; Dynamo asks for real, without looking at one."""
-    return all(state.fwd_history.shape[0] == length for state in _STATES.live())
-
-
-@constant_in_graphs
-def _resize_now(number: str, length: int) -> bool:
-    """`resize` the state of that number while Dynamo traces, before it looks at the tensors.
-
-    Reading the number binds the graph to this one state, which only happens in a process whose
-    recipes have histories of several lengths.
-    """
-    for state in _STATES.live():
-        if state.number == number:
+        state = module._delayed_scaling
+        if state.made_in not in ("", trace) and state.rule == "" and not state.fwd_history.any():
             state.resize(length)
     return True
 
 
 def _prepare(module: torch.nn.Module, length: int) -> None:
     _make_or_move(module, length)
-    if module._delayed_scaling is not None:
-        module._delayed_scaling.resize(length)
+    state = module._delayed_scaling
+    if state is not None and state.fwd_history.shape[0] != length:
+        _refuse_mixed_lengths(state, module)
+        state.resize(length)
 
 
 def _make_or_move(module: torch.nn.Module, length: int) -> None:

@@ -130,11 +130,17 @@ def outside_autocast(run, *args):
         return run(*args)
 
 
+def below_autograd(run, *args):
+    """``run(*args)`` as the body of a registered op: no autograd, no ambient autocast."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return outside_autocast(run, *args)
+
+
 for _name, _schema in SCHEMAS.items():
     LIBRARY.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(
         _name,
-        functools.partial(outside_autocast, getattr(EAGER, _name)),
+        functools.partial(below_autograd, getattr(EAGER, _name)),
         "CompositeExplicitAutograd",
     )
 

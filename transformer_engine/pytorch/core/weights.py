@@ -12,6 +12,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from ..environment import constant_in_graphs
 from ..tensor.float8_tensor import Float8TensorStorage, storage_from_bytes
 from .linear import Operand
 from .ops import kernels
@@ -44,9 +45,15 @@ def weight_operand(
         )
     if is_first_microbatch is not None:
         entry = storage_from_bytes(row, col, scale_inv, quant, weight.dtype)
-        entry.inference = torch.is_inference_mode_enabled()
+        entry.inference = inference_mode()
         cache[key] = entry
     return Operand(None, row, col, scale_inv), amax
+
+
+@constant_in_graphs
+def inference_mode() -> bool:
+    """Whether inference mode is on; Dynamo can not trace the question, but guards the mode."""
+    return torch.is_inference_mode_enabled()
 
 
 def usable(entry: Float8TensorStorage, quant: str, columnwise: bool) -> bool:
@@ -54,6 +61,6 @@ def usable(entry: Float8TensorStorage, quant: str, columnwise: bool) -> bool:
 
     One that was made in inference mode can not be saved for a backward.
     """
-    if entry.inference and torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+    if entry.inference and not inference_mode():
         return False
     return entry.quant == quant and (entry._transpose_padded is not None or not columnwise)

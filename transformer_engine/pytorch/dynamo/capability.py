@@ -27,6 +27,12 @@ def torch_obstacle() -> str:
     return ""
 
 
+@constant_in_graphs
+def forward_mode() -> bool:
+    """Whether forward-mode differentiation is going on; Dynamo asks for real."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def compile_obstacle(module, inp) -> str:
     """Why this call of ``module`` can not be part of a compiled graph; empty if it can."""
     reason = torch_obstacle()
@@ -39,6 +45,8 @@ def compile_obstacle(module, inp) -> str:
         )
     if not isinstance(inp, torch.Tensor):
         return f"the input is a {type(inp).__name__}, not a torch.Tensor."
+    if forward_mode():
+        return "forward-mode differentiation (torch.func.jvp) has no rule for the module ops."
     return module.unsupported_in_graph()
 
 

@@ -24,7 +24,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from ..core import module_ops
 from ..core.config import decode_config
 from ..environment import constant_in_graphs
-from ..core.ops import EAGER, GRAPH, LIBRARY, outside_autocast
+from ..core.ops import EAGER, GRAPH, LIBRARY, below_autograd
 from . import fake  # noqa: F401  # pylint: disable=unused-import  # registers the leaf fakes
 
 
@@ -58,7 +58,7 @@ def _registered(name: str, function: Callable, arguments: str, results: str) -> 
     )
 
     def run(*args):
-        return outside_autocast(function, EAGER, decode_config(args[-1]), *args[:-1])
+        return below_autograd(function, EAGER, decode_config(args[-1]), *args[:-1])
 
     def trace(*args):
         return function(GRAPH, decode_config(args[-1]), *args[:-1])

@@ -81,8 +81,12 @@ def _norm_forward(
 def _norm_backward(dy, dy2, x, mean, rstd, weight, zero_centered, kind, need_dx, need_dweight):
     return (
         _new(x, x.shape, x.dtype) if need_dx else None,
-        _new(x, weight.shape, weight.dtype) if need_dweight else None,
-        (_new(x, weight.shape, weight.dtype) if need_dweight and kind == "LayerNorm" else None),
+        _new(weight, weight.shape, weight.dtype) if need_dweight else None,
+        (
+            _new(weight, weight.shape, weight.dtype)
+            if need_dweight and kind == "LayerNorm"
+            else None
+        ),
     )
 
 

@@ -79,7 +79,9 @@ def _run(registered, function, config: str, tensors):
 def _refuse_transforms(config: str) -> None:
     """Quantization has no derivative that torch could push forward or batch over."""
     forward_mode = torch.autograd.forward_ad._current_level >= 0
-    if "x=" in config and (forward_mode or torch._C._functorch.peek_interpreter_stack() is not None):
+    if "x=" in config and (
+        forward_mode or torch._C._functorch.peek_interpreter_stack() is not None
+    ):
         raise RuntimeError(
             "Forward-mode differentiation and torch.func transforms are not supported inside of"
             " te.autocast: quantization has no such derivative. Leave te.autocast for this call."

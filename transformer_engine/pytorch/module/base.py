@@ -223,8 +223,8 @@ class TransformerEngineBaseModule(PrecisionMetadata, OptionalExtraState, torch.n
         old, new = type(self._recipe), type(state.fp8_recipe)
         if self._recipe is not None and not (issubclass(old, new) or issubclass(new, old)):
             warnings.warn(
-                f"Recipe type changed from {old.__name__} to {new.__name__}: cached quantized weights"
-                f" of '{self.name}' are dropped.",
+                f"Recipe type changed from {old.__name__} to {new.__name__}: quantized weights that"
+                f" '{self.name}' has cached are dropped.",
                 stacklevel=5,
             )
             self._fp8_workspaces.clear()
@@ -351,6 +351,6 @@ def check_fp8_weight(module, key: str, weight: Tensor) -> None:
             raise ValueError(
                 f"FP8 execution requires dimension {dim} of the {label}weight of"
                 f" {type(module).__name__} '{module.name}' to be a multiple of {need}, but it is"
-                f" {size} (shape {tuple(weight.shape)}). Use {math.ceil(size / need) * need}, or run"
+                f" {size} (shape {tuple(weight.shape)}). Use {math.ceil(size / 16) * 16}, or run"
                 " this module outside of te.autocast."
             )

@@ -8,6 +8,7 @@ shapes), then the fp32 tensors one after another. An empty tensor means "no such
 from __future__ import annotations
 
 import json
+import math
 import pickletools
 import struct
 
@@ -97,8 +98,18 @@ def decode_extra_state(module, state) -> None:
             " (NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE of the reference package has no effect here)."
             " Drop the key from the checkpoint; delayed scaling then starts with scales of one."
         )
-    (length,) = struct.unpack("<Q", head[len(MAGIC) :])
-    shapes = json.loads(bytes(data[start : start + length].tolist()))
+    try:
+        (length,) = struct.unpack("<Q", head[len(MAGIC) :])
+        shapes = json.loads(bytes(data[start : start + length].tolist()))
+        expected = start + length + 4 * sum(math.prod(shapes[field]) for field in FIELDS)
+    except (ValueError, KeyError, struct.error):
+        expected = -1
+    if data.numel() != expected:
+        raise RuntimeError(
+            f"The _extra_state of '{module.name}' is damaged: it has {data.numel()} bytes, but its"
+            f" header {'can not be read' if expected < 0 else f'announces {expected}'}. Load another"
+            " copy of the checkpoint, or drop the key; delayed scaling then starts anew."
+        )
     forward, backward = module.delayed_slots()
     if shapes["fwd_scale"] != [forward] or shapes["bwd_scale"] != [backward]:
         raise RuntimeError(

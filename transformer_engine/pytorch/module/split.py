@@ -38,6 +38,8 @@ def split_sizes(parameters_split, out_features: int, tp_size: int) -> tuple[list
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f"parameters_split has the entry {name!r}, which is not a string.")
+    if len({name.rstrip("_") for name in names}) != len(names):
+        raise ValueError(f"parameters_split names a parameter twice: {', '.join(names)}.")
     if sum(sizes) != out_features:
         raise ValueError(
             f"parameters_split has sizes {sizes}, which add up to {sum(sizes)}, but out_features is"
