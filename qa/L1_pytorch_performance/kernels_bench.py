@@ -179,11 +179,10 @@ def main() -> None:
         sys.exit("This benchmark needs a CUDA GPU; torch finds none.")
     from transformer_engine.pytorch.backends import triton as kernels
 
-    out = open(arguments.json, "a", encoding="utf-8") if arguments.json else None
-
     def write(record: dict) -> None:
-        if out is not None:
-            print(json.dumps(record), file=out, flush=True)
+        if arguments.json:
+            with open(arguments.json, "a", encoding="utf-8") as out:
+                print(json.dumps(record), file=out)
 
     print(json.dumps(machine()))
     write(machine())

@@ -61,8 +61,8 @@ class FP8GlobalState:
 def refuse_recomputation(recipe: Recipe) -> None:
     """Raise where delayed scaling is entered during a backward pass.
 
-    That is a recomputation (``torch.utils.checkpoint``) of a region whose end has renewed the scales
-    already: it would quantize with other scales than the forward pass did.
+    That is a recomputation (``torch.utils.checkpoint``) of a region whose end has renewed the
+    scales already: it would quantize with other scales than the forward pass did.
     """
     if torch.compiler.is_compiling() or not recipe.delayed():
         return

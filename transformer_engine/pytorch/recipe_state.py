@@ -122,7 +122,7 @@ class RecipeState:
         if roles is not None and len(roles) != num_quantizers:
             raise ValueError(
                 f"There are {num_quantizers} quantizers but {len(roles)} roles; give one role per"
-                f" quantizer."
+                " quantizer."
             )
         self.recipe = recipe
         self.mode = mode

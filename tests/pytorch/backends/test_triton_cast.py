@@ -80,7 +80,7 @@ def test_a_tensor_of_nan_has_amax_zero():
 
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 def test_every_bf16_number_is_cast_exactly(fmt):
-    """All exponents, ties and NaNs in both orientations (triton-lang/triton#11111 stored garbage)."""
+    """All exponents, ties and NaNs in both orientations; Triton has stored garbage in one."""
     bits = torch.arange(-32768, 32768, device=DEVICE).to(torch.int16)
     x = bits[torch.randperm(65536, device=DEVICE)].view(torch.bfloat16).view(256, 256)
     check(x, f"delayed,{fmt},0,0.0", torch.ones(1, device=DEVICE), 0)

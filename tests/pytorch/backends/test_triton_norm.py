@@ -78,7 +78,10 @@ def check_bytes(tensors, kind, quant, want_output, zero_centered, got):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("quant, want_output", [("", False), (CURRENT, False), (DELAYED, False), (CURRENT, True), (DELAYED, True)])  # fmt: skip
+@pytest.mark.parametrize(
+    "quant, want_output",
+    [("", False), (CURRENT, False), (DELAYED, False), (CURRENT, True), (DELAYED, True)],
+)
 @pytest.mark.parametrize(
     "shape, dtype",
     [((37, 50), torch.bfloat16), ((5, 1030), torch.float32), ((1, 16), torch.float16)],

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests of the Triton kernels share: interpreter set-up, poisoned memory, comparisons.
 
-Import this module before anything that imports Triton. Without a GPU it turns Triton's interpreter on,
-which must be decided before Triton is imported; where that comes too late, or Triton is missing,
-``REASON`` says so and the test modules skip.
+Import this module before anything that imports Triton. Without a GPU it turns Triton's interpreter
+on, which must be decided before Triton is imported; where that comes too late, or Triton is
+missing, ``REASON`` says so and the test modules skip.
 """
 
 import importlib.util
@@ -49,7 +49,8 @@ elif not ON_GPU:
         _mend_the_interpreter()
     else:
         REASON = (
-            "There is no GPU, and Triton's interpreter needs NumPy and TRITON_INTERPRET=1 set before "
+            "There is no GPU, and Triton's interpreter needs NumPy and TRITON_INTERPRET=1 set"
+            " before "
             "Triton is first imported; run this file alone or set the variable."
         )
 elif torch.cuda.get_device_capability() < (8, 9):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.library.opcheck on every op: schema, autograd registration, fakes, AOT with dynamic shapes."""
+"""torch.library.opcheck on every op: schema, autograd registration, fakes, AOT, dynamic shapes."""
 
 import itertools
 

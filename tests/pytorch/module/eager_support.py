@@ -226,8 +226,8 @@ def assert_product(got, a, b, bias: Optional[torch.Tensor] = None, *, fp8: bool)
 
     Allowed is one rounding to the dtype of ``got`` and the error of adding up in fp32: at most
     2^-24 of the sum of magnitudes per addition. FP8 tensor cores align products to the largest of
-    a group and keep 13 bits behind it, cutting off the rest at each addition: 2^-11 of the sum of magnitudes was
-    seen on an H200, 2^-9 is allowed on CUDA.
+    a group and keep 13 bits behind it, cutting off the rest at each addition: 2^-11 of the sum of
+    magnitudes was seen on an H200, 2^-9 is allowed on CUDA.
     """
     want = a @ b.t()
     magnitude = a.abs() @ b.abs().t()

@@ -202,7 +202,7 @@ def test_eager_and_compiled_steps_in_turn(device):
 
 
 def test_history_length_changed(device):
-    """A graph does not resize a history in use, and says how to; resized, it goes on as in eager."""
+    """A graph does not resize a history in use, and says how to; then it goes on as in eager."""
     twins = Twins(stack(device), in_region)
     x = data(0, device)
     for step, length in enumerate((2, 4, 1)):

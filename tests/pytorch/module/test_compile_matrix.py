@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from transformer_engine.pytorch.core.activation import ACTIVATIONS
+from transformer_engine.pytorch.formats.activations import ACTIVATIONS
 from transformer_engine.pytorch.dynamo import module_function
 
 from compile_support import (

@@ -25,7 +25,7 @@ def trained(recipe, compiled=False):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_scaling_tensors_are_read_and_written(compiled):
-    """Copies out, values in, ones and zeros without argument; the recipe state shows live tensors."""
+    """Copies out, values in, ones and zeros without argument; the recipe state is live."""
     module = trained(DelayedScaling(amax_history_len=4), compiled)
     saved = module.get_fp8_meta_tensors()
     scale, history = saved["scaling_fwd"]

@@ -78,8 +78,7 @@ class DelayedScaling(Recipe):
         if scaling_factor_compute_algo is not None and not callable(scaling_factor_compute_algo):
             raise RecipeError(
                 "scaling_factor_compute_algo must be None or a function of (amax, scale, fp8_max,"
-                " recipe), not"
-                f" {scaling_factor_compute_algo!r}."
+                f" recipe), not {scaling_factor_compute_algo!r}."
             )
         self.scaling_factor_compute_algo = scaling_factor_compute_algo
         self.reduce_amax = as_bool("reduce_amax", reduce_amax)

@@ -31,25 +31,10 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from ..formats.activations import ACTIVATIONS
 from ..formats.fp8 import amax_of
 from ..formats.spec import decode_quant
 from .reference_quantize import quantize_values
-
-# Activation -> (nonlinearity, gated).
-ACTIVATIONS = {
-    "gelu": ("gelu", False),
-    "geglu": ("gelu", True),
-    "glu": ("sigmoid", True),
-    "qgelu": ("qgelu", False),
-    "qgeglu": ("qgelu", True),
-    "relu": ("relu", False),
-    "reglu": ("relu", True),
-    "srelu": ("srelu", False),
-    "sreglu": ("srelu", True),
-    "silu": ("silu", False),
-    "swiglu": ("silu", True),
-    "clamped_swiglu": ("scaled_silu", True),
-}
 
 _GELU_LINEAR = 2 * 0.79788456  # 2 * sqrt(2 / pi)
 _GELU_CUBIC = 2 * 0.03567741  # the same times 0.044715

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend table: which implementations each leaf op has, what each needs, and which one is taken.
+"""The backend table: which implementations each leaf op has, what each needs, which is taken.
 
 A row answers one question, ``why_not(request)``: the empty string means "usable", anything else is
 the reason, a full sentence part that warnings, errors and ``te.explain`` print as it is. Rows are

@@ -5,28 +5,6 @@ from __future__ import annotations
 
 from .linear import Operand
 
-# name -> whether it is gated: the input has twice the output's width, the first half is activated
-# and multiplied by the second half.
-ACTIVATIONS = {
-    "gelu": False,
-    "geglu": True,
-    "glu": True,
-    "qgelu": False,
-    "qgeglu": True,
-    "relu": False,
-    "reglu": True,
-    "srelu": False,
-    "sreglu": True,
-    "silu": False,
-    "swiglu": True,
-    "clamped_swiglu": True,
-}
-
-
-def activation_width(name: str, input_width):
-    """Width of the activation's output for an input of ``input_width`` (int or SymInt)."""
-    return input_width // 2 if ACTIVATIONS[name] else input_width
-
 
 def activate(k, cfg, h, scale, slot: int, columnwise: bool) -> tuple[Operand, object]:
     """Activate ``h``; return the fc2 operand and its amax (None without delayed scaling)."""

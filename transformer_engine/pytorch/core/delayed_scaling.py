@@ -167,14 +167,14 @@ def state_of(module: torch.nn.Module, recipe) -> DelayedScalingState:
     state = module._delayed_scaling
     if state is None:
         raise RuntimeError(
-            f"Delayed scaling of {type(module).__name__} has nowhere to keep its scales, because the"
-            " parameters of the module are on the meta device. Call its reset_parameters() before"
-            " its first use."
+            f"Delayed scaling of {type(module).__name__} has nowhere to keep its scales, because"
+            " the parameters of the module are on the meta device. Call its reset_parameters()"
+            " before its first use."
         )
     if state.fwd_history.shape[0] != length:  # only while tracing
         raise RuntimeError(
-            f"The amax history of {type(module).__name__} has {state.fwd_history.shape[0]} rows, but"
-            f" the recipe asks for {length}. A graph can not resize it: call the module's"
+            f"The amax history of {type(module).__name__} has {state.fwd_history.shape[0]} rows,"
+            f" but the recipe asks for {length}. A graph can not resize it: call the module's"
             f" adjust_amax_history_length({length}) first, or run it once in eager."
         )
     return state

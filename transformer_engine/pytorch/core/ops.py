@@ -123,7 +123,7 @@ EAGER = SimpleNamespace(
 
 
 def outside_autocast(run, *args):
-    """``run(*args)`` where ambient ``torch.autocast`` can not cast: every leaf states its dtypes."""
+    """``run(*args)`` where ``torch.autocast`` can not cast: every leaf states its dtypes."""
     if not torch._C._is_any_autocast_enabled():
         return run(*args)
     with torch._C._DisableAutocast():

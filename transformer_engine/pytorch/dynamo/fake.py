@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.activation import activation_width
 from ..core.ops import GRAPH, LIBRARY
+from ..formats.activations import activation_width
 from ..formats.layout import quantized_layout
 from ..formats.spec import decode_quant
 

@@ -93,8 +93,8 @@ def run_module_op(name: str, config: str, bwd_state, tensors, *, train: bool, wa
 
     ``bwd_state`` is ``(scale, history, slots, rule)`` of delayed scaling's backward direction, with
     ``rule`` None except for the first use in a region, or Nones. ``train``: some gradient is
-    wanted; ``want``: return the norm output. Returns ``(y[, ln_out], *amaxes)``; an amax is None unless
-    delayed scaling records it.
+    wanted; ``want``: return the norm output. Returns ``(y[, ln_out], *amaxes)``; an amax is None
+    unless delayed scaling records it.
     """
     if train:
         return ModuleFunction.apply(name, config, want, *bwd_state, *tensors)

@@ -71,8 +71,8 @@ class NormModule(OptionalExtraState, torch.nn.Module):
         if (normalized_shape is None) == (hidden_size is None):
             given = "neither" if normalized_shape is None else "both"
             raise RuntimeError(
-                f"{name} was given {given} of normalized_shape and its deprecated alias hidden_size;"
-                " pass normalized_shape."
+                f"{name} was given {given} of normalized_shape and its deprecated alias"
+                " hidden_size; pass normalized_shape."
             )
         if hidden_size is not None:
             warnings.warn(
@@ -129,8 +129,8 @@ class NormModule(OptionalExtraState, torch.nn.Module):
         shape = weight.shape
         if tuple(inp.shape[inp.dim() - len(shape) :]) != tuple(shape):
             raise ValueError(
-                f"The input of {type(self).__name__} has shape {shape_text(inp.shape)}, but its trailing"
-                f" dimensions must be {tuple(shape)} (normalized_shape)."
+                f"The input of {type(self).__name__} has shape {shape_text(inp.shape)}, but its"
+                f" trailing dimensions must be {tuple(shape)} (normalized_shape)."
             )
         dtype = autocast_dtype(inp.device.type) or weight.dtype
         x = inp if inp.dtype == dtype else inp.to(dtype)

@@ -50,7 +50,7 @@ class Call(NamedTuple):
 
 
 def resolve_device(device) -> torch.device:
-    """The device to build on; ``"cuda"`` (the signature's default) means the CPU where no CUDA is."""
+    """The device to build on; ``"cuda"``, the default, means the CPU where no CUDA is."""
     device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         return torch.device("cpu")
@@ -102,7 +102,7 @@ class TransformerEngineBaseModule(PrecisionMetadata, OptionalExtraState, torch.n
         delayed_scaling.register(self)
 
     def fast_setattr(self, name: str, value) -> None:
-        """Write a plain attribute past ``nn.Module.__setattr__`` (not parameters, not properties)."""
+        """Write a plain attribute past ``nn.Module.__setattr__``; not for parameters."""
         self.__dict__[name] = value
 
     def module_setattr(self, name: str, value) -> None:
@@ -195,7 +195,8 @@ class TransformerEngineBaseModule(PrecisionMetadata, OptionalExtraState, torch.n
         if inp.dim() == 0 or inp.shape[-1] != features:
             raise_dimension(
                 f"GEMM not possible: the input of {type(self).__name__} '{self.name}' has shape"
-                f" {shape_text(inp.shape)}, but its last dimension must be {features} (in_features)."
+                f" {shape_text(inp.shape)}, but its last dimension must be {features}"
+                " (in_features)."
                 " Pass an input of that width, or build the module with the width of the input."
             )
         dtype = self._activation_dtype(inp, parameters)
@@ -213,8 +214,10 @@ class TransformerEngineBaseModule(PrecisionMetadata, OptionalExtraState, torch.n
         return Call(inp.contiguous(), lead, shape, state.spec, kind, scaling)
 
     def _begin_eager(self) -> None:
-        """Bookkeeping that a trace must not record: attribute writes in a traced forward would break
-        ``torch.utils.checkpoint`` inside of compiled functions."""
+        """Bookkeeping that a trace must not record.
+
+        Attribute writes in a traced forward break ``torch.utils.checkpoint`` in compiled code.
+        """
         state = FP8GlobalStateManager.quantization_state
         self.forwarded_at_least_once = True
         self.fp8, self.fp8_calibration = state.fp8_enabled, state.fp8_calibration
@@ -234,8 +237,8 @@ class TransformerEngineBaseModule(PrecisionMetadata, OptionalExtraState, torch.n
         """Tensor parallelism is not computed yet: say so instead of computing something else."""
         if self.tp_size > 1:
             raise RuntimeError(
-                f"{type(self).__name__} '{self.name}' was built for tp_size={self.tp_size}, but this"
-                " version does not run tensor-parallel modules yet. Build it with tp_size=1."
+                f"{type(self).__name__} '{self.name}' was built for tp_size={self.tp_size}, but"
+                " this version does not run tensor-parallel modules yet. Build it with tp_size=1."
             )
 
     def _activation_dtype(self, inp: Tensor, parameters: tuple) -> torch.dtype:
@@ -247,9 +250,9 @@ class TransformerEngineBaseModule(PrecisionMetadata, OptionalExtraState, torch.n
         for param in parameters:
             if param is not None and param.dtype != dtype:
                 raise TypeError(
-                    f"The input of {type(self).__name__} '{self.name}' is {dtype}, but a parameter of"
-                    f" shape {tuple(param.shape)} is {param.dtype}. Cast one of them, or run inside"
-                    " torch.autocast."
+                    f"The input of {type(self).__name__} '{self.name}' is {dtype}, but a parameter"
+                    f" of shape {tuple(param.shape)} is {param.dtype}. Cast one of them, or run"
+                    " inside torch.autocast."
                 )
         return dtype
 

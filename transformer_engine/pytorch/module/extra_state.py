@@ -93,10 +93,11 @@ def decode_extra_state(module, state) -> None:
         if data.dtype == torch.uint8 and holds_no_scales(bytes(data.tolist())):
             return
         raise RuntimeError(
-            f"The _extra_state of '{module.name}' is not one that this package wrote; it may be a pickle"
-            " that holds delayed-scaling state. Pickles are not loaded, because that can run any code"
-            " (NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE of the reference package has no effect here)."
-            " Drop the key from the checkpoint; delayed scaling then starts with scales of one."
+            f"The _extra_state of '{module.name}' is not one that this package wrote; it may be a"
+            " pickle that holds delayed-scaling state. Pickles are not loaded, because that can"
+            " run any code (NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE of the reference package has no"
+            " effect here). Drop the key from the checkpoint; delayed scaling then starts with"
+            " scales of one."
         )
     try:
         (length,) = struct.unpack("<Q", head[len(MAGIC) :])
@@ -107,15 +108,15 @@ def decode_extra_state(module, state) -> None:
     if data.numel() != expected:
         raise RuntimeError(
             f"The _extra_state of '{module.name}' is damaged: it has {data.numel()} bytes, but its"
-            f" header {'can not be read' if expected < 0 else f'announces {expected}'}. Load another"
-            " copy of the checkpoint, or drop the key; delayed scaling then starts anew."
+            f" header {'can not be read' if expected < 0 else f'announces {expected}'}. Load"
+            " another copy of the checkpoint, or drop the key; delayed scaling then starts anew."
         )
     forward, backward = module.delayed_slots()
     if shapes["fwd_scale"] != [forward] or shapes["bwd_scale"] != [backward]:
         raise RuntimeError(
             f"The _extra_state of '{module.name}' has {shapes['fwd_scale'][0]} forward and"
-            f" {shapes['bwd_scale'][0]} backward slots, but the module has {forward} and {backward};"
-            " the checkpoint is of another kind of module."
+            f" {shapes['bwd_scale'][0]} backward slots, but the module has {forward} and"
+            f" {backward}; the checkpoint is of another kind of module."
         )
     device = module.delayed_device() or torch.device("cpu")
     offset = start + length

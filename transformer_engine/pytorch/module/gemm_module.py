@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Optional
 
 import torch
@@ -32,8 +31,8 @@ def later(module, **options) -> None:
     for option, acts in options.items():
         if acts:
             raise RuntimeError(
-                f"{type(module).__name__} '{module.name}': {_LATER[option]} is not available in this"
-                " version yet; leave it off."
+                f"{type(module).__name__} '{module.name}': {_LATER[option]} is not available in"
+                " this version yet; leave it off."
             )
 
 
@@ -191,7 +190,8 @@ class GemmModule(TransformerEngineBaseModule):
     def _begin_linear(self, inp: Tensor, norm: tuple, **options) -> tuple:
         """Begin a call of a module with one GEMM: ``(call, weight, bias)`` in the activation dtype.
 
-        ``norm`` are the norm's parameters; ``options`` are arguments that only act in later versions.
+        ``norm`` are the norm's parameters; ``options`` are arguments that only act in later
+        versions.
         """
         later(self, **options)
         weight, bias = self._weight_and_bias()
@@ -210,7 +210,10 @@ class GemmModule(TransformerEngineBaseModule):
         """Whether the gradient of any of ``tensors`` is wanted."""
         if not torch.is_grad_enabled():
             return False
-        return any([t is not None and t.requires_grad for t in tensors])
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+        return False
 
     def _grad_below_norm(self, call: Call, ln_weight, ln_bias) -> bool:
         """Whether the gradient of the norm's output is wanted."""

@@ -111,8 +111,8 @@ class LayerNormLinear(NormParameters, GemmModule):
         """``inp [..., in_features]`` to ``out [..., out_features]``.
 
         Returns ``out``, ``(out, bias)``, ``(out, ln_out)`` or ``(out, bias, ln_out)`` by
-        ``return_bias`` and ``return_layernorm_output``. Without a bias the returned bias is an empty
-        tensor. ``is_first_microbatch`` as in :class:`Linear`.
+        ``return_bias`` and ``return_layernorm_output``. Without a bias the returned bias is an
+        empty tensor. ``is_first_microbatch`` as in :class:`Linear`.
         """
         ln_weight, ln_bias = self.layer_norm_weight, self.layer_norm_bias
         call, weight, bias = self._begin_linear(

@@ -8,10 +8,10 @@ from typing import Callable, Optional, Union
 import torch
 from torch import Tensor
 
-from ..core.activation import ACTIVATIONS, activation_width
 from ..core.config import activation_config
 from ..dynamo.capability import compiled_or_eager
 from ..environment import bias_gelu_fusion_enabled, gemm_gelu_fusion_enabled
+from ..formats.activations import ACTIVATIONS, activation_width, is_gated
 from ..utils import divide, get_default_init_method
 from .base import check_fp8_weight, raise_dimension
 from .gemm_module import GemmModule, later
@@ -30,8 +30,9 @@ class LayerNormMLP(NormParameters, GemmModule):
         ``fc1_weight`` is ``[ffn_hidden_size, hidden_size]`` (twice as many rows for gated
         activations), ``fc2_weight`` is ``[hidden_size, ffn_hidden_size]``.
     activation : str
-        One of gelu (tanh form), geglu, glu, qgelu, qgeglu, relu, reglu, srelu, sreglu, silu, swiglu,
-        clamped_swiglu. Gated ones activate the first half of fc1's output and multiply by the second.
+        One of gelu (tanh form), geglu, glu, qgelu, qgeglu, relu, reglu, srelu, sreglu, silu,
+        swiglu, clamped_swiglu. Gated ones activate the first half of fc1's output and multiply by
+        the second.
     activation_params : dict, optional
         For clamped_swiglu: ``limit`` (7.0), ``alpha`` (1.702), ``glu_linear_offset`` (1.0).
     output_layer_init_method : callable, optional
@@ -144,7 +145,7 @@ class LayerNormMLP(NormParameters, GemmModule):
         self.gemm_bias_unfused_add = self.apply_bias and self.set_parallel_mode
         self.get_rng_state_tracker = tracker
         self.size_per_partition = divide(ffn, self.tp_size)
-        fc1_out = self.size_per_partition * (2 if ACTIVATIONS[self.activation] else 1)
+        fc1_out = self.size_per_partition * (2 if is_gated(self.activation) else 1)
         default = get_default_init_method()
         shapes = (
             ("fc1", fc1_out, hidden, init_method or default, 1),
@@ -228,8 +229,8 @@ class LayerNormMLP(NormParameters, GemmModule):
         if self.fc2_weight.shape[1] != width:
             raise_dimension(
                 f"GEMM not possible: FC2 of LayerNormMLP '{self.name}' has a weight of shape"
-                f" {tuple(self.fc2_weight.shape)}, but its dimension 1 must be {width}, the width of"
-                f" {self.activation} of an FC1 output of width {self.fc1_weight.shape[0]}."
+                f" {tuple(self.fc2_weight.shape)}, but its dimension 1 must be {width}, the width"
+                f" of {self.activation} of an FC1 output of width {self.fc1_weight.shape[0]}."
             )
         for name in self.weight_names if call.spec else ():
             check_fp8_weight(self, name, getattr(self, name))

@@ -15,8 +15,8 @@ from .gemm_module import GemmModule
 class Linear(GemmModule):
     r"""Applies :math:`y = x W^T + b`, in low precision inside of ``te.autocast``.
 
-    Drop-in for ``torch.nn.Linear`` with the reference package's argument order: the third positional
-    argument is ``sequence_parallel``, not ``bias``.
+    Drop-in for ``torch.nn.Linear`` with the reference package's argument order: the third
+    positional argument is ``sequence_parallel``, not ``bias``.
 
     Parameters
     ----------

@@ -20,8 +20,8 @@ DIRECTIONS = (("scaling_fwd", "forward"), ("scaling_bwd", "backward"))
 class PrecisionMetadata:
     """``fp8_meta``, ``quantizers`` and their like; a mixin of the modules that contain GEMMs.
 
-    Only eager calls note the recipe (a traced forward writes no attributes). Scales and histories of
-    delayed scaling are the live tensors in any case.
+    Only eager calls note the recipe (a traced forward writes no attributes). Scales and histories
+    of delayed scaling are the live tensors in any case.
     """
 
     def delayed_slots(self) -> tuple[int, int]:

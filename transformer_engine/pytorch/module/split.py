@@ -8,6 +8,8 @@ from typing import Sequence
 import torch
 from torch import Tensor
 
+from ..core.ops import is_plain
+
 
 def split_sizes(parameters_split, out_features: int, tp_size: int) -> tuple[list, list]:
     """Names and per-rank sizes of the pieces; one unnamed piece for None.
@@ -77,7 +79,7 @@ class _View(torch.autograd.Function):
 
 def share_buffer(pieces: Sequence[torch.nn.Parameter]) -> None:
     """Make plain parameters views of one contiguous buffer, in order, keeping their values."""
-    if any(type(piece) is not torch.nn.Parameter or piece.is_meta for piece in pieces):
+    if any(not is_plain(piece) or piece.is_meta for piece in pieces):
         return  # sharded pieces, or none that hold values yet
     buffer = torch.cat([piece.detach() for piece in pieces])
     for piece, part in zip(pieces, buffer.split([piece.shape[0] for piece in pieces])):
@@ -95,7 +97,7 @@ def _adjacent(pieces: Sequence[Tensor]) -> bool:
     """Whether each piece starts where the one before ends, in the same storage."""
     first = pieces[0]
     end = first.storage_offset()
-    if type(first) not in (Tensor, torch.nn.Parameter):
+    if not is_plain(first):
         return False
     for piece in pieces:
         if (

@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ...formats.activations import ACTIVATIONS
 from ...formats.spec import QuantSpec, decode_quant
 from .activation_kernels import (
     activation_amax_kernel,
@@ -32,22 +33,6 @@ from .common import (
     tile_count,
 )
 from .reduce import sum_partials
-
-# Activation -> (nonlinearity, gated).
-ACTIVATIONS = {
-    "gelu": ("gelu", False),
-    "geglu": ("gelu", True),
-    "glu": ("sigmoid", True),
-    "qgelu": ("qgelu", False),
-    "qgeglu": ("qgelu", True),
-    "relu": ("relu", False),
-    "reglu": ("relu", True),
-    "srelu": ("srelu", False),
-    "sreglu": ("srelu", True),
-    "silu": ("silu", False),
-    "swiglu": ("silu", True),
-    "clamped_swiglu": ("scaled_silu", True),
-}
 
 
 class _Launch(NamedTuple):

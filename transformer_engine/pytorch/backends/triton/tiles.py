@@ -78,8 +78,8 @@ def pack_bytes(q):
 def cast_to_words(v, FMT: tl.constexpr):
     """32-bit words whose byte i is the FP8 cast of the fp32 tile ``v[i]``.
 
-    Two conversions and a move: no single byte is ever taken out of the result of a conversion, which
-    came out wrong on Hopper.
+    Two conversions and a move: no single byte is ever taken out of the result of a conversion,
+    which came out wrong on Hopper.
     """
     if INTERPRETED:
         words = pack_bytes([cast_to_fp8(u, FMT) for u in v])
