@@ -293,7 +293,7 @@ def test_widths_that_fit_fp8(recipe, width_in, width_out, device):
         ("LayerNormLinear", {"width": 72}, 1, "weight of LayerNormLinear", 72, 16, 80),
         ("LayerNormLinear", {"out": 33}, 0, "weight of LayerNormLinear", 33, 8, 40),
         ("LayerNormMLP", {"width": 712}, 1, "FC1 weight of LayerNormMLP", 712, 16, 720),
-        ("LayerNormMLP", {"ffn": 100}, 0, "FC1 weight of LayerNormMLP", 100, 8, 104),
+        ("LayerNormMLP", {"ffn": 100}, 0, "FC1 weight of LayerNormMLP", 100, 8, 112),
         ("LayerNormMLP", {"ffn": 712}, 1, "FC2 weight of LayerNormMLP", 712, 16, 720),
     ],
 )
