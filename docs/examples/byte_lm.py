@@ -281,7 +281,7 @@ def parse_args():
         "--lr", type=float, help="peak learning rate (2e-3 on the CPU, 6e-4 on a GPU)"
     )
     parser.add_argument("--eval-batches", type=int, default=8, help="held-out batches")
-    parser.add_argument("--band", type=float, default=0.03, help="FP8 against none, held-out loss")
+    parser.add_argument("--band", type=float, default=0.05, help="FP8 against none, held-out loss")
     parser.add_argument("--device", help="cuda where there is one, else cpu")
     parser.add_argument("--no-compile", action="store_true", help="run eagerly")
     parser.add_argument(

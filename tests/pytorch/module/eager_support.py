@@ -203,7 +203,7 @@ def fp8_band(dtype, device) -> float:
     sides of it, which changes that code by up to 1/8. With bf16 the rounded scales differ more
     often, and on CUDA the 13 bits of the FP8 tensor cores' sums enter the next quantization.
     """
-    return {FP32: 4e-3, BF16: 3e-2}[dtype] * (3 if device == "cuda" and dtype == FP32 else 1)
+    return {FP32: 4e-3, BF16: 3e-2}[dtype] * (5 if device == "cuda" and dtype == FP32 else 1)
 
 
 def assert_steps_near(got: Step, want: Step, limit, dtypes=None) -> None:
@@ -225,15 +225,17 @@ def assert_product(got, a, b, bias: Optional[torch.Tensor] = None, *, fp8: bool)
     """``got`` is ``a @ b^T (+ bias)`` of float64 operands, element by element.
 
     Allowed is one rounding to the dtype of ``got`` and the error of adding up in fp32: at most
-    2^-24 of the sum of magnitudes per addition. FP8 tensor cores align products to the largest of
-    a group and keep 13 bits behind it, cutting off the rest at each addition: 2^-11 of the sum of
-    magnitudes was seen on an H200, 2^-9 is allowed on CUDA.
+    2^-24 of the sum of magnitudes per addition. On CUDA, FP8 tensor cores cut off each
+    product 13 bits behind the largest of its group and the running sum, which adds up where all
+    products have one sign: 2^-6.3 of the sum of magnitudes was seen on an H200 for 896 of them.
     """
     want = a @ b.t()
     magnitude = a.abs() @ b.abs().t()
     if bias is not None:
         want, magnitude = want + bias, magnitude + bias.abs()
-    share = 2.0**-9 if fp8 and got.is_cuda else (a.shape[1] + 4) * 2.0**-24
+    share = (a.shape[1] + 4) * 2.0**-24
+    if fp8 and got.is_cuda:
+        share = 2.0**-9 + a.shape[1] * 2.0**-16
     allowed = share * magnitude + UNIT[got.dtype] * want.abs()
     excess = ((got.double() - want).abs() - allowed).max() if want.numel() else -1
     assert excess <= 0, f"an element is off by {excess:.3g} more than allowed"

@@ -23,14 +23,12 @@ from compile_support import (
 
 RECIPES = {
     "length_1": {"amax_history_len": 1},
-    "length_2": {"amax_history_len": 2},
     "length_4": {"amax_history_len": 4},
     "default": {},
     "most_recent": {"amax_history_len": 4, "amax_compute_algo": "most_recent"},
     "margin": {"amax_history_len": 2, "margin": 3},
-    "negative_margin": {"amax_history_len": 2, "margin": -1},
+    "negative_margin": {"amax_history_len": 2, "margin": -1, "reduce_amax": False},
     "e4m3": {"amax_history_len": 2, "fp8_format": Format.E4M3},
-    "no_reduction": {"amax_history_len": 2, "reduce_amax": False},
 }
 
 
@@ -98,7 +96,7 @@ def assert_state_moved(module):
 
 
 STACKS = [(in_region, options) for options in sorted(RECIPES)]
-STACKS += [(in_caller_s_region, options) for options in ("length_1", "length_4", "margin")]
+STACKS += [(in_caller_s_region, options) for options in ("length_1", "margin")]
 
 
 @pytest.mark.parametrize("call,options", STACKS)

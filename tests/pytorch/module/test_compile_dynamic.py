@@ -11,7 +11,6 @@ import torch
 from compile_support import (
     FFN,
     K,
-    MODULES,
     N,
     Twins,
     build,
@@ -143,7 +142,11 @@ VIEWS = {
 }
 
 
-LAYOUTS = [(kind, layout, "aot_eager") for kind in MODULES for layout in sorted(VIEWS)]
+LAYOUTS = [
+    (kind, layout, "aot_eager")
+    for kind in ("Linear", "LayerNormMLP", "LayerNorm")
+    for layout in sorted(VIEWS)
+]
 LAYOUTS += [("LayerNormMLP", layout, "inductor") for layout in ("transposed", "expanded")]
 
 
@@ -171,7 +174,7 @@ def test_input_made_in_the_graph(kind, recipe, device):
 
 
 @pytest.mark.parametrize("how", ("mark_dynamic", "default"))
-@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("kind", ("Linear", "LayerNormMLP", "RMSNorm"))
 def test_bad_width_while_tracing(kind, how, device):
     """A wrong last dimension is named while tracing, and good calls go on in their graph."""
     twins = Twins(build(kind, device))

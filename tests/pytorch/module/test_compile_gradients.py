@@ -94,11 +94,11 @@ FROZEN = {
     "LayerNorm": ("weight", "bias"),
     "RMSNorm": ("weight",),
 }
-FROZEN_CASES = [(kind, part) for kind, parts in FROZEN.items() for part in (*parts, "")]
+FROZEN_CASES = [(kind, part, True) for kind, parts in FROZEN.items() for part in (*parts, "")]
+FROZEN_CASES += [(kind, part, False) for kind, parts in FROZEN.items() for part in (parts[0], "")]
 
 
-@pytest.mark.parametrize("x_grad", (True, False))
-@pytest.mark.parametrize("kind,part", FROZEN_CASES)
+@pytest.mark.parametrize("kind,part,x_grad", FROZEN_CASES)
 def test_frozen_parameters(kind, part, x_grad, device):
     """Exactly the gradients that are wanted, with and without the input's."""
     recipe = None if kind in NORMS else recipe_of("current" if x_grad else "delayed")
@@ -122,7 +122,7 @@ def test_requires_grad_toggled_after_compilation(kind, recipe, backend, device):
     sequence = [(), ("weight",), (), tuple(everything), ("bias",), tuple(everything)]
     for seed, frozen in enumerate(sequence):
         freeze(twins, frozen)
-        for x_grad in (True, False):
+        for x_grad in (True, False)[seed % 2 :]:
             x = random(16, K, device=device, seed=seed)
             y, *_ = twins.step(x, recipe, seed=seed, x_grad=x_grad)
             assert y.requires_grad == (x_grad or len(frozen) < len(everything))

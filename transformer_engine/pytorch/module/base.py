@@ -353,9 +353,10 @@ def check_fp8_weight(module, key: str, weight: Tensor) -> None:
             label = {"fc1_weight": "FC1 ", "fc2_weight": "FC2 "}.get(key, "")
             # FC1's output is FC2's input, which must fit as well.
             multiple = 16 if key == "fc1_weight" else need
+            fitting = math.ceil(size / multiple) * multiple
             raise ValueError(
                 f"FP8 execution requires dimension {dim} of the {label}weight of"
                 f" {type(module).__name__} '{module.name}' to be a multiple of {need}, but it is"
-                f" {size} (shape {tuple(weight.shape)}). Use {math.ceil(size / multiple) * multiple},"
+                f" {size} (shape {tuple(weight.shape)}). Use {fitting},"
                 " or run this module outside of te.autocast."
             )
