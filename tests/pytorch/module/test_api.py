@@ -218,7 +218,7 @@ def test_recipe_change_warns_once(kind):
 
 
 def test_recipe_change_keeps_scales():
-    """A later return to delayed scaling finds its scales; only cached weights are dropped."""
+    """A later return to delayed scaling finds the scales that it left."""
     module = construct("Linear")
     with te.autocast(recipe=DelayedScaling()):
         module(torch.full((16, 32), 8.0))

@@ -264,6 +264,22 @@ def test_cache_of_another_recipe_is_not_used(device):
         assert_same_cache(twins)
 
 
+def test_recipe_change_keeps_the_cache(device):
+    """A call with another class of recipe and without caching leaves the cache as it is."""
+    twins = Twins(make("LayerNormMLP", device), call)
+    x, current, delayed = random(16, K, device=device), recipe_of("current"), recipe_of("delayed")
+    twins.step(x, current, True)
+    kept = cache_of(twins.module)
+    twins.step(x, delayed, None)
+    twins.step(x, None, None)
+    with torch.no_grad():
+        for module in (twins.module, twins.eager):
+            module.fc1_weight.neg_()
+    twins.step(x, current, False)
+    assert cache_of(twins.module) == kept
+    assert_same_cache(twins)
+
+
 def test_dynamic_batch(device):
     """Microbatches of different sizes add no graph."""
     twins, recipe = Twins(make("LayerNormMLP", device), call, dynamic=True), recipe_of("current")
