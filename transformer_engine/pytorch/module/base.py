@@ -226,8 +226,8 @@ class TransformerEngineBaseModule(PrecisionMetadata, OptionalExtraState, torch.n
         old, new = type(self._recipe), type(state.fp8_recipe)
         if self._recipe is not None and not (issubclass(old, new) or issubclass(new, old)):
             warnings.warn(
-                f"Recipe type changed from {old.__name__} to {new.__name__}: '{self.name}' quantizes"
-                " cached weights of another format anew when they are next used.",
+                f"Recipe type changed from {old.__name__} to {new.__name__}: '{self.name}'"
+                " quantizes cached weights of another format anew when they are next used.",
                 stacklevel=5,
             )
         self._recipe = state.fp8_recipe
