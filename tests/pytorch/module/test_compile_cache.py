@@ -9,6 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import Float8CurrentScaling
 
 from compile_support import (
     GEMM_MODULES,
@@ -261,6 +262,19 @@ def test_cache_of_another_recipe_is_not_used(device):
     recipes[1].fp8_quant_fwd_weight = type(recipes[1].fp8_quant_fwd_weight)(power_2_scale=True)
     for i in (0, 1, 0, 2, 1):
         twins.step(x, recipes[i], False)
+        assert_same_cache(twins)
+
+
+def test_inference_cache_with_dequantized_backward(device):
+    """A cache from inference mode has all bytes that this backward reads, but can not be saved."""
+    twins = Twins(make("LayerNormLinear", device), call)
+    recipe = Float8CurrentScaling(backward_override="dequantized")
+    x = random(16, K, device=device)
+    with torch.inference_mode():
+        twins.compiled(x, recipe, True)
+        call(twins.eager, x, recipe, True)
+    for seed in range(2):
+        twins.step(x, recipe, False, seed=seed)
         assert_same_cache(twins)
 
 

@@ -12,7 +12,6 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ..environment import constant_in_graphs
 from ..tensor.float8_tensor import Float8TensorStorage, storage_from_bytes
 from .linear import Operand
 from .ops import kernels
@@ -45,22 +44,17 @@ def weight_operand(
         )
     if is_first_microbatch is not None:
         entry = storage_from_bytes(row, col, scale_inv, quant, weight.dtype)
-        entry.inference = inference_mode()
+        entry.without_grad = not torch.is_grad_enabled()
         cache[key] = entry
     return Operand(None, row, col, scale_inv), amax
-
-
-@constant_in_graphs
-def inference_mode() -> bool:
-    """Whether inference mode is on; Dynamo can not trace the question, but guards the mode."""
-    return torch.is_inference_mode_enabled()
 
 
 def usable(entry: Float8TensorStorage, quant: str, columnwise: bool) -> bool:
     """Whether a cached weight fits the format asked for and holds the layouts needed.
 
-    One that was made in inference mode can not be saved for a backward.
+    One that was made without gradients is not for training: tensors of inference mode can not be
+    saved for a backward.
     """
-    if entry.inference and not inference_mode():
+    if entry.without_grad and torch.is_grad_enabled():
         return False
     return entry.quant == quant and (entry._transpose_padded is not None or not columnwise)

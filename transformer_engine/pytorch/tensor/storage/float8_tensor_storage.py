@@ -87,7 +87,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
             self._transpose = data_transpose
         if quant is None:
             quant = quantizer.quant if quantizer is not None else ""
-        self.inference = False  # made in inference mode: no backward can save it
+        self.without_grad = False  # a cached weight made without gradients: not for training
         self.quant = quant or QuantSpec("current", fp8_format(fp8_dtype)).encode()
 
     @property
