@@ -265,17 +265,27 @@ def test_cache_of_another_recipe_is_not_used(device):
         assert_same_cache(twins)
 
 
-def test_inference_cache_with_dequantized_backward(device):
-    """A cache from inference mode has all bytes that this backward reads, but can not be saved."""
+@pytest.mark.parametrize("override", (None, "dequantized"))
+def test_what_becomes_of_a_cache_from_inference_mode(override, device):
+    """Such tensors can not be saved for backward: eager and compiled code renew them alike."""
     twins = Twins(make("LayerNormLinear", device), call)
-    recipe = Float8CurrentScaling(backward_override="dequantized")
+    recipe = Float8CurrentScaling(backward_override=override)
     x = random(16, K, device=device)
-    with torch.inference_mode():
-        twins.compiled(x, recipe, True)
-        call(twins.eager, x, recipe, True)
-    for seed in range(2):
-        twins.step(x, recipe, False, seed=seed)
-        assert_same_cache(twins)
+    for context in (torch.no_grad, torch.enable_grad):
+        with torch.inference_mode():
+            twins.compiled(x, recipe, True)
+            call(twins.eager, x, recipe, True)
+        with torch.no_grad():
+            for module in (twins.module, twins.eager):
+                module.weight.neg_()
+        for seed in range(2):
+            with context():
+                forward = twins.forward(x, recipe, False)
+            forward.backward(seed=seed)
+            for entries in zip(
+                *(cache_of(module).values() for module in (twins.module, twins.eager))
+            ):
+                assert_same_bits(*(entry._data for entry in entries), "cached bytes")
 
 
 def test_recipe_change_keeps_the_cache(device):

@@ -137,7 +137,9 @@ def transpose_bytes(data: torch.Tensor) -> torch.Tensor:
         out[:, rows:].zero_()
     if _has_whole_words(data):
         # Moving eight bytes at a time and sorting them afterwards halves the time on a CPU.
-        words = data.view(torch.int64).t().contiguous().view(-1).view(torch.uint8)
+        # Flat first: a single row counts as contiguous whatever its stride.
+        words = data.reshape(-1).view(torch.int64).view(rows, cols // 8)
+        words = words.t().contiguous().view(-1).view(torch.uint8)
         eight_columns = words.view(cols // 8, rows, 8).transpose(1, 2)
         out.view(cols // 8, 8, length)[:, :, :rows].copy_(eight_columns)
     else:
