@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Trains the byte-level language model of docs/examples/byte_lm.py in high precision and in FP8 and compares them.
+# Trains the byte-level language model of docs/examples/byte_lm.py with every recipe and compares them.
 # Sets up its own environment (build_tools/setup_env.sh). Arguments go to the script: run.sh --steps 50 --text FILE
 set -euo pipefail
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"

@@ -20,9 +20,25 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-CURRENT, DELAYED = "current,e4m3,0,0.0", "delayed,e4m3,0,0.0"
+CURRENT, DELAYED = "current,e4m3", "delayed,e4m3"
 SHAPES = ((8192, 4096), (8192, 14336), (512, 1024))
 TILES = [(m, n, w) for m in (32, 64, 128) for n in (64, 128) for w in (4, 8)]
+MXFP8_TILES = [(m, n, w) for m in (32, 64) for n in (64, 128) for w in (1, 2, 4)]
+NVFP4_TILES = [(m, n, w) for m in (64, 128) for n in (32, 64, 128) for w in (2, 4, 8)]
+BLOCK_SCALED = (
+    "block,e4m3,pow2=1",
+    "block,e4m3",
+    "block,e4m3,dim=2,pow2=1",
+    "mxfp8,e4m3",
+    "mxfp8,e4m3,swizzled=1",
+    "mxfp8,e4m3,dim=2",
+    "nvfp4,e2m1",
+    "nvfp4,e2m1,dim=2",
+    "nvfp4,e2m1,rht=1",
+    "nvfp4,e2m1,rht=1,stochastic=1",
+    "nvfp4,e2m1,row_scaled=1",
+    "nvfp4,e2m1,four_over_six=mae",
+)
 BF16 = {"dtype": torch.bfloat16, "device": "cuda"}
 
 
@@ -33,6 +49,7 @@ class Case(NamedTuple):
     run: Callable
     moved: int
     tiles: tuple  # (module, attribute) that choose its tile, for the sweep
+    candidates: list = TILES
 
 
 def cast_cases(kernels, rows, columns):
@@ -44,15 +61,17 @@ def cast_cases(kernels, rows, columns):
     tiles = (("cast", "cast_block"),)
 
     def quantize(quant, amax, columnwise):
-        return lambda: kernels.quantize(x, quant, scale, 0, amax, True, columnwise)
+        return lambda: kernels.quantize(x, quant, scale, 0, amax, True, columnwise, None)
 
     yield Case("quantize delayed", quantize(DELAYED, None, True), 4 * n, tiles)
     yield Case("quantize delayed, row only", quantize(DELAYED, None, False), 3 * n, tiles)
     yield Case("quantize current", quantize(CURRENT, None, True), 6 * n, tiles)
     yield Case("quantize current, amax given", quantize(CURRENT, scale, True), 4 * n, tiles)
-    yield Case(
-        "dequantize", lambda: kernels.dequantize(row, scale, CURRENT, torch.bfloat16), 3 * n, ()
-    )
+
+    def dequantize():
+        return kernels.dequantize(row, scale, None, CURRENT, False, torch.bfloat16)
+
+    yield Case("dequantize", dequantize, 3 * n, ())
     yield Case("bias_grad", lambda: kernels.bias_grad(x), 2 * n, ())
 
 
@@ -106,11 +125,93 @@ def activation_cases(kernels, rows, width):
             for bias_grad in (False, True):
 
                 def backward(x=x, dy=dy, shared=shared, bias_grad=bias_grad):
-                    return kernels.activation_backward(dy, x, *shared, bias_grad)
+                    return kernels.activation_backward(dy, x, *shared, bias_grad, None)
 
                 suffix = " + bias" if bias_grad else ""
                 moved = (read + written + again) * n
                 yield Case(f"{act} backward {label}{suffix}", backward, moved, tiles)
+
+
+def written_bytes(quant):
+    """Bytes of data and scales per element, in one orientation."""
+    return {"block": 1 + 1 / 32, "mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}[quant.split(",")[0]]
+
+
+def block_tiles(quant):
+    """(places, candidates) of a sweep; the tile of "block" is given."""
+    if quant.startswith("block"):
+        return (), TILES
+    return (("block_scaled", "block_tile"),), MXFP8_TILES if quant[0] == "m" else NVFP4_TILES
+
+
+def block_cases(kernels, rows, columns):
+    """quantize and dequantize of [rows, columns] with block scales."""
+    n = rows * columns
+    x = torch.randn(rows, columns, **BF16)
+    rng = torch.tensor([7, 9], device="cuda")
+    for quant in BLOCK_SCALED:
+        reads = 1 if not quant.startswith("nvfp4") else 3 if "row_scaled" in quant else 2
+        for columnwise in (True, False):
+
+            def quantize(quant=quant, columnwise=columnwise):
+                return kernels.quantize(x, quant, None, 0, None, True, columnwise, rng)
+
+            moved = 2 * (reads - (reads == 3 and not columnwise)) * n
+            moved += (1 + columnwise) * written_bytes(quant) * n
+            suffix = "" if columnwise else ", row only"
+            yield Case(f"quantize {quant}{suffix}", quantize, moved, *block_tiles(quant))
+        if quant in BLOCK_SCALED[0:7:2]:
+            q = quantize()
+
+            def dequantize(quant=quant, q=q):
+                arguments = (q.row, q.scale_inv, q.amax, quant, False, torch.bfloat16)
+                return kernels.dequantize(*arguments)
+
+            yield Case(f"dequantize {quant}", dequantize, (2 + written_bytes(quant)) * n, ())
+
+
+def block_norm_cases(kernels, rows, columns):
+    """Norms of [rows, columns] that quantize with block scales."""
+    n = rows * columns
+    x = torch.randn(rows, columns, **BF16)
+    weight, bias = torch.ones(columns, **BF16), torch.zeros(columns, **BF16)
+    for kind in ("LayerNorm", "RMSNorm"):
+        for quant in BLOCK_SCALED[0:9:2]:
+
+            def forward(kind=kind, quant=quant):
+                shift = bias if kind == "LayerNorm" else None
+                return kernels.norm_forward(
+                    x, weight, shift, 1e-5, False, kind, quant, None, 0, True, True, False
+                )
+
+            reads = 3 if "rht" in quant else 2
+            moved = (2 * reads + 2 * written_bytes(quant)) * n
+            yield Case(f"{kind} forward {quant}", forward, moved, *block_tiles(quant))
+
+
+def block_activation_cases(kernels, rows, width):
+    """gelu and swiglu with output [rows, width] that quantize with block scales."""
+    n = rows * width
+    rng = torch.tensor([7, 9], device="cuda")
+    for act, gates in (("gelu", 1), ("swiglu", 2)):
+        x = torch.randn(rows, width * gates, **BF16)
+        dy = torch.randn(rows, width, **BF16)
+        for quant in BLOCK_SCALED[0:9:2]:
+            shared = (act, 7.0, 1.702, 1.0, quant, None, 0, True, True, False)
+            reads = 2 if quant.startswith("nvfp4") else 1
+
+            def forward(x=x, shared=shared):
+                return kernels.activation_forward(x, *shared)
+
+            def backward(x=x, dy=dy, shared=shared):
+                return kernels.activation_backward(dy, x, *shared, True, rng)
+
+            written = 2 * written_bytes(quant)
+            tiles = block_tiles(quant)
+            moved = (2 * gates * reads + written) * n
+            yield Case(f"{act} forward {quant}", forward, moved, *tiles)
+            moved = ((2 * gates + 2) * reads + gates * written) * n
+            yield Case(f"{act} backward {quant} + bias", backward, moved, *tiles)
 
 
 def state_cases(kernels):
@@ -144,7 +245,7 @@ def sweep(case: Case) -> list:
     saved = [getattr(module, name) for module, name in places]
     found = []
     try:
-        for tile in TILES:
+        for tile in case.candidates:
             for module, name in places:
                 setattr(module, name, lambda *_, tile=tile: tile)
             found.append((round(measure(case), 1), *tile))
@@ -186,18 +287,20 @@ def main() -> None:
 
     print(json.dumps(machine()))
     write(machine())
-    groups = [(shape, make) for shape in SHAPES for make in (cast_cases, norm_cases)]
-    groups += [(shape, activation_cases) for shape in SHAPES]
+    makes = (cast_cases, norm_cases, block_cases, block_norm_cases)
+    groups = [(shape, make) for shape in SHAPES for make in makes]
+    makes = (activation_cases, block_activation_cases)
+    groups += [(shape, make) for shape in SHAPES for make in makes]
     groups = [(shape, make(kernels, *shape)) for shape, make in groups]
     groups.append(((1024, 6), state_cases(kernels)))
-    print(f"{'kernel':<36}{'shape':>14}{'us':>10}{'TB/s':>8}")
+    print(f"{'kernel':<52}{'shape':>14}{'us':>10}{'TB/s':>8}")
     for shape, cases in groups:
         for case in cases:
             if arguments.only not in case.name:
                 continue
             us = measure(case)
             record = {"kernel": case.name, "shape": shape, "us": us, "tbps": case.moved / us / 1e6}
-            print(f"{case.name:<36}{str(list(shape)):>14}{us:>10.1f}{record['tbps']:>8.2f}")
+            print(f"{case.name:<52}{str(list(shape)):>14}{us:>10.1f}{record['tbps']:>8.2f}")
             if arguments.sweep and case.tiles and shape[0] * shape[1] > 1 << 21:
                 record["best_tiles"] = sweep(case)
                 print("    best tiles (us, BM, BN, warps):", *record["best_tiles"])

@@ -25,6 +25,7 @@ from transformer_engine.common.recipe import (
 )
 from transformer_engine.pytorch import availability, quantization, utils
 from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.core import delayed_scaling
 from transformer_engine.pytorch.quantization import (
     DelayedScalingRecipeState,
     DelayedScalingRequest,
@@ -60,7 +61,7 @@ def test_enter_and_exit():
     assert look() == OUTSIDE
     recipe = Float8CurrentScaling()
     with autocast(recipe=recipe):
-        assert look() == (True, "current", CURRENT)
+        assert look() == (True, "stateless", CURRENT)
         assert FP8GlobalStateManager.is_fp8_enabled()
         assert FP8GlobalStateManager.get_fp8_recipe() is recipe
         assert STATE.autocast_depth == 1
@@ -75,10 +76,10 @@ def test_positional_arguments():
 def test_nesting():
     with autocast(recipe=DelayedScaling()):
         with autocast(recipe=Float8CurrentScaling()):
-            assert look() == (True, "current", CURRENT)
+            assert look() == (True, "stateless", CURRENT)
             with autocast(enabled=False):
                 assert look() == OUTSIDE and STATE.autocast_depth == 3
-            assert look() == (True, "current", CURRENT)
+            assert look() == (True, "stateless", CURRENT)
         assert look() == (True, "delayed", DELAYED)
     assert look() == OUTSIDE
 
@@ -97,29 +98,84 @@ def test_an_active_instance_cannot_be_entered_again():
         with pytest.raises(RuntimeError, match="active already"):
             with context:
                 pass
-        assert look() == (True, "current", CURRENT) and STATE.autocast_depth == 1
+        assert look() == (True, "stateless", CURRENT) and STATE.autocast_depth == 1
     with context:
-        assert look() == (True, "current", CURRENT)
+        assert look() == (True, "stateless", CURRENT)
     assert look() == OUTSIDE
 
 
 @pytest.mark.parametrize(
-    "recipe",
+    "recipe, kind",
     [
-        MXFP8BlockScaling(),
-        Float8BlockScaling(),
-        NVFP4BlockScaling(),
-        CustomRecipe(lambda role: None),
+        (DelayedScaling(), "delayed"),
+        (Float8CurrentScaling(), "stateless"),
+        (MXFP8BlockScaling(enable_2d_quantization=True), "stateless"),
+        (Float8BlockScaling(use_f32_scales=True), "stateless"),
+        (NVFP4BlockScaling(), "stateless"),
+        (NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True), "stateless"),
+        (NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True), "stateless"),
+        (NVFP4BlockScaling(disable_rht=True, nvfp4_4over6="all"), "stateless"),
+        (CustomRecipe(lambda role: None), "custom"),
     ],
-    ids=lambda recipe: type(recipe).__name__,
+    ids=lambda value: type(value).__name__ if isinstance(value, Recipe) else "",
 )
-def test_recipes_that_are_not_computed_are_refused(recipe):
+def test_every_recipe_is_accepted(recipe, kind):
+    with autocast(recipe=recipe):
+        assert look() == (True, kind, recipe._spec) and recipe._spec
+        assert (delayed_scaling.REGION.rule != "") == (kind == "delayed")
+        with autocast(enabled=False, recipe=recipe):
+            assert look() == OUTSIDE
+    assert look() == OUTSIDE and STATE.autocast_depth == 0
+
+
+def changed(recipe, **attributes):
+    """The recipe with attributes that its constructor does not take."""
+    for name, value in attributes.items():
+        setattr(recipe, name, value)
+    return recipe
+
+
+@pytest.mark.parametrize(
+    "recipe, first, second",
+    [
+        (NVFP4BlockScaling(row_scaled_activation=True), "row_scaled", "rht"),
+        (NVFP4BlockScaling(nvfp4_4over6="activations"), "four_over_six", "rht"),
+        (NVFP4BlockScaling(nvfp4_4over6="all"), "four_over_six", "rht"),
+        (
+            changed(
+                NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True),
+                fp4_quant_fwd_inp=QParams(stochastic_rounding=True),
+            ),
+            "row_scaled",
+            "stochastic",
+        ),
+        (
+            changed(
+                NVFP4BlockScaling(),
+                fp4_quant_bwd_grad=QParams(
+                    random_hadamard_transform=True, fp4_2d_quantization=True
+                ),
+            ),
+            "rht",
+            "dim=2",
+        ),
+        (
+            changed(
+                NVFP4BlockScaling(nvfp4_4over6="weights"),
+                fp4_quant_fwd_weight=QParams(stochastic_rounding=True),
+            ),
+            "four_over_six",
+            "stochastic",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "recipe",
+)
+def test_options_that_exclude_each_other_are_refused(recipe, first, second):
+    """When the region is entered, and before anything changes."""
     with autocast(recipe=DelayedScaling()):
         before = FP8GlobalStateManager.snapshot()
         context = autocast(recipe=recipe)
-        with pytest.raises(
-            RuntimeError, match="not available yet.*DelayedScaling and Float8Current"
-        ):
+        with pytest.raises(RuntimeError, match=f"NVFP4BlockScaling.*{first} with {second}"):
             with context:
                 pass
         assert FP8GlobalStateManager.snapshot() == before and STATE.autocast_depth == 1
@@ -140,7 +196,7 @@ def test_recipe_fields_are_read_on_entry():
         recipe.fp8_format = Format.E4M3
         assert look()[2] == CURRENT
     with autocast(recipe=recipe):
-        assert "g=current,e4m3" in look()[2]
+        assert ";g=current,e4m3;" in look()[2]
 
 
 def test_backward_override_is_part_of_the_spec():
@@ -167,7 +223,7 @@ def test_saved_autocast_state_can_be_set_again():
     outside = FP8GlobalStateManager.get_autocast_state()
     assert len(saved) == 6
     FP8GlobalStateManager.set_autocast_state(saved)
-    assert look() == (True, "current", CURRENT)
+    assert look() == (True, "stateless", CURRENT)
     FP8GlobalStateManager.set_autocast_state(outside)
     assert look() == OUTSIDE
 
@@ -192,17 +248,18 @@ def test_default_recipe_is_only_made_where_it_is_used(monkeypatch):
 @pytest.mark.parametrize(
     "capability, kind",
     [
-        ((0, 0), "current"),
-        ((8, 0), "delayed"),
-        ((9, 0), "delayed"),
-        ((10, 0), "current"),
-        ((12, 0), "current"),
+        ((0, 0), Float8CurrentScaling),
+        ((8, 0), DelayedScaling),
+        ((9, 0), DelayedScaling),
+        ((10, 0), MXFP8BlockScaling),
+        ((11, 0), MXFP8BlockScaling),
+        ((12, 0), Float8CurrentScaling),
     ],
 )
 def test_default_recipe(monkeypatch, capability, kind):
     monkeypatch.setattr(availability, "get_device_compute_capability", lambda: capability)
     recipe = get_default_recipe()
-    assert recipe.delayed() == (kind == "delayed")
+    assert recipe == kind()
     assert quantization.get_default_fp8_recipe() == recipe
 
 
@@ -236,13 +293,21 @@ def test_availability(monkeypatch, capability, cuda, available):
 
 
 def test_quantized_model_init():
-    with pytest.raises(RuntimeError, match="not available yet"):
-        with quantized_model_init():
-            pass
-    with quantized_model_init(enabled=False, preserve_high_precision_init_val=True):
-        assert not FP8GlobalStateManager.with_fp8_parameters()
+    recipe = Float8CurrentScaling()
+    with quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        assert FP8GlobalStateManager.with_fp8_parameters()
+        assert FP8GlobalStateManager.get_fp8_recipe() is recipe
+        with quantized_model_init(enabled=False):
+            assert not FP8GlobalStateManager.with_fp8_parameters()
+            assert not FP8GlobalStateManager.with_high_precision_init_val()
         assert FP8GlobalStateManager.with_high_precision_init_val()
+        assert not FP8GlobalStateManager.is_fp8_enabled()
+    assert not FP8GlobalStateManager.with_fp8_parameters()
     assert not FP8GlobalStateManager.with_high_precision_init_val()
+    with pytest.raises(RuntimeError, match="cannot combine"):
+        with quantized_model_init(recipe=NVFP4BlockScaling(row_scaled_activation=True)):
+            pass
+    assert not FP8GlobalStateManager.with_fp8_parameters()
 
 
 def test_deprecated_names():
@@ -298,25 +363,26 @@ def test_recipe_states():
     assert isinstance(state, DelayedScalingRecipeState) and state.dtype == DType.kFloat8E4M3
     assert torch.equal(state.scale, torch.ones(3))
     assert torch.equal(state.amax_history, torch.zeros(5, 3))
-    assert [state.quant(i) for i in range(3)] == ["delayed,e4m3,0,0.0"] * 3
+    assert [state.quant(i) for i in range(3)] == ["delayed,e4m3"] * 3
     backward = RecipeState.create(Float8CurrentScaling(), mode="backward", num_quantizers=2)
     assert (
         isinstance(backward, Float8CurrentScalingRecipeState)
         and backward.dtype == DType.kFloat8E5M2
     )
-    assert backward.quant(1) == "current,e5m2,0,0.0"
+    assert backward.quant(1) == "current,e5m2"
     recipe = Float8CurrentScaling()
     recipe.fp8_quant_fwd_weight = QParams(power_2_scale=True)
     roles = [QuantizerRole("linear", "weight", "a"), None, QuantizerRole("linear", "other", "a")]
     mixed = RecipeState.create(recipe, mode="forward", num_quantizers=3, roles=roles)
     assert [mixed._slot_tensor_type(i) for i in range(3)] == ["weight", "weight", "output"]
-    assert [mixed.quant(i)[-5] for i in range(3)] == ["1", "1", "0"]
+    power_of_two = "current,e4m3,pow2=1"
+    assert [mixed.quant(i) for i in range(3)] == [power_of_two, power_of_two, "current,e4m3"]
     assert mixed._slot_role(1) is None
 
 
 def test_recipe_state_errors():
-    with pytest.raises(RuntimeError, match="not available yet"):
-        RecipeState.create(MXFP8BlockScaling(), mode="forward")
+    with pytest.raises(RuntimeError, match="row_scaled with rht"):
+        RecipeState.create(NVFP4BlockScaling(row_scaled_activation=True), mode="forward")
     with pytest.raises(ValueError, match="mode must be"):
         RecipeState.create(DelayedScaling(), mode="sideways")
     with pytest.raises(ValueError, match="one role per quantizer"):
@@ -459,6 +525,31 @@ def test_one_graph_for_each_recipe_value():
     for recipe in (first, copy.deepcopy(first), DelayedScaling(), first, DelayedScaling()):
         assert torch.equal(f(x, recipe), region(x, recipe))
     assert graphs() == 2
+    for make in (MXFP8BlockScaling, Float8BlockScaling, NVFP4BlockScaling):
+        before = graphs()
+        for recipe in (make(), first, make(), make(backward_override="high_precision")):
+            assert torch.equal(f(x, recipe), region(x, recipe))
+        assert graphs() == before + 2
+
+
+def test_custom_recipes_of_equal_factories_share_a_graph():
+    def region(x, recipe):
+        with autocast(recipe=recipe):
+            return scaled(x) + len(STATE.kind)
+
+    def one(role):
+        return role
+
+    def two(role):
+        return role
+
+    x, counts = torch.ones(3), []
+    f = compiled(region)
+    for factory in (one, one, two, one, two):
+        recipe = CustomRecipe(factory)
+        assert torch.equal(f(x, recipe), region(x, recipe))
+        counts.append(graphs())
+    assert counts == [1, 1, 2, 2, 2]
 
 
 def test_a_changed_field_is_noticed():
@@ -521,11 +612,11 @@ def test_deprecated_name_inside_a_graph():
 
 def test_errors_inside_a_graph_say_the_reason():
     def region(x):
-        with autocast(recipe=MXFP8BlockScaling()):
+        with autocast(recipe=NVFP4BlockScaling(nvfp4_4over6="all")):
             return scaled(x)
 
     f = compiled(region)
-    with pytest.raises(Exception, match="not available yet"):
+    with pytest.raises(Exception, match="four_over_six with rht"):
         f(torch.ones(3))
     assert look() == OUTSIDE and STATE.autocast_depth == 0
 

@@ -18,7 +18,7 @@ from toy import Toy
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 from transformer_engine.pytorch import quantization
 from transformer_engine.pytorch.core import delayed_scaling
-from transformer_engine.pytorch.core.update_rule import decode_rule
+from transformer_engine.pytorch.core.update_rule import decode_rule, rule_of
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast
 from transformer_engine.pytorch.recipe_state import DelayedScalingRecipeState
 
@@ -255,10 +255,10 @@ def test_history_length_follows_the_recipe():
     state = toy._delayed_scaling
     assert column(state.fwd_history, 0) == [0.0, 1.0, 2.0, 3.0]
     with autocast(recipe=DelayedScaling(amax_history_len=6)):
-        delayed_scaling.state_of(toy, DelayedScaling(amax_history_len=6))
+        delayed_scaling.state_of(toy, delayed_scaling.REGION.rule)
     assert column(state.fwd_history, 0) == [0.0, 1.0, 2.0, 3.0, 0.0, 0.0]
     assert state.bwd_history.shape == (6, 2)
-    delayed_scaling.state_of(toy, DelayedScaling(amax_history_len=2))
+    delayed_scaling.state_of(toy, rule_of(DelayedScaling(amax_history_len=2), None))
     assert column(state.bwd_history, 0) == [0.0, 1.0]
     assert state.fwd_scale[0].item() == f32(448 / 3)
 
@@ -291,13 +291,13 @@ def test_meta_modules_have_no_state():
     toy = Toy(device="meta")
     with autocast(recipe=DelayedScaling()):
         with pytest.raises(RuntimeError, match="reset_parameters"):
-            delayed_scaling.state_of(toy, DelayedScaling())
+            delayed_scaling.state_of(toy, delayed_scaling.REGION.rule)
 
 
 def test_state_made_in_inference_mode_is_an_ordinary_tensor():
     toy = Toy()
     with torch.inference_mode():
-        state = delayed_scaling.state_of(toy, DelayedScaling(amax_history_len=2))
+        state = delayed_scaling.state_of(toy, rule_of(DelayedScaling(amax_history_len=2), None))
         state.resize(3)
     for tensor in (state.fwd_scale, state.fwd_history, state.bwd_scale, state.bwd_history):
         assert not tensor.is_inference()
@@ -308,7 +308,7 @@ def test_state_made_under_a_dispatch_mode_is_real():
 
     toy = Toy()
     with FakeTensorMode():
-        state = delayed_scaling.state_of(toy, DelayedScaling(amax_history_len=2))
+        state = delayed_scaling.state_of(toy, rule_of(DelayedScaling(amax_history_len=2), None))
         state.resize(3)
     assert not isinstance(state.fwd_history, FakeTensor) and state.fwd_history.sum().item() == 0.0
 

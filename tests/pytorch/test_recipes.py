@@ -221,7 +221,7 @@ def test_assignment_is_not_checked_and_repr_follows():
     recipe.margin = 7
     recipe.fp8_format = Format.E5M2
     assert "margin=7" in repr(recipe) and "fp8_format=E5M2" in repr(recipe)
-    assert recipe._spec.startswith("x=delayed,e5m2,")
+    assert recipe._spec.startswith("x=delayed,e5m2;")
 
 
 def test_replace():
@@ -257,11 +257,11 @@ def test_class_names_in_pickles_are_the_public_ones():
     [
         (
             Float8CurrentScaling(),
-            "x=current,e4m3,0,0.0;w=current,e4m3,0,0.0;g=current,e5m2,0,0.0;acc=0,1,1",
+            "x=current,e4m3;w=current,e4m3;g=current,e5m2;acc=0,1,1",
         ),
         (
             Float8CurrentScaling(use_power_2_scales=True, fp8_format=Format.E4M3),
-            "x=current,e4m3,1,0.0;w=current,e4m3,1,0.0;g=current,e4m3,1,0.0;acc=0,1,1",
+            "x=current,e4m3,pow2=1;w=current,e4m3,pow2=1;g=current,e4m3,pow2=1;acc=0,1,1",
         ),
         (
             Float8CurrentScaling(
@@ -269,15 +269,65 @@ def test_class_names_in_pickles_are_the_public_ones():
                 fp8_gemm_wgrad=MMParams(False),
                 backward_override="dequantized",
             ),
-            "x=current,e4m3,0,0.0;w=current,e4m3,0,0.0;g=current,e5m2,0,0.0;acc=1,1,0"
-            ";bwd=dequantized",
+            "x=current,e4m3;w=current,e4m3;g=current,e5m2;acc=1,1,0;bwd=dequantized",
         ),
         (
             DelayedScaling(),
-            "x=delayed,e4m3,0,0.0;w=delayed,e4m3,0,0.0;g=delayed,e5m2,0,0.0;acc=0,1,1",
+            "x=delayed,e4m3;w=delayed,e4m3;g=delayed,e5m2;acc=0,1,1",
         ),
-        (MXFP8BlockScaling(), ""),
-        (NVFP4BlockScaling(), ""),
+        (
+            Float8BlockScaling(),
+            "x=block,e4m3,pow2=1;w=block,e4m3,pow2=1,dim=2;g=block,e4m3,pow2=1;acc=1,1,1",
+        ),
+        (
+            Float8BlockScaling(
+                use_f32_scales=True,
+                fp8_format=Format.HYBRID,
+                w_block_scaling_dim=1,
+                grad_block_scaling_dim=2,
+                backward_override="high_precision",
+            ),
+            "x=block,e4m3;w=block,e4m3;g=block,e5m2,dim=2;acc=1,1,1;bwd=high_precision",
+        ),
+        (
+            MXFP8BlockScaling(),
+            "x=mxfp8,e4m3,swizzled=1;w=mxfp8,e4m3,swizzled=1;g=mxfp8,e4m3,swizzled=1;acc=0,1,1",
+        ),
+        (
+            MXFP8BlockScaling(
+                fp8_format=Format.HYBRID,
+                enable_2d_quantization=True,
+                backward_override="dequantized",
+            ),
+            "x=mxfp8,e4m3,swizzled=1;w=mxfp8,e4m3,dim=2,swizzled=1;g=mxfp8,e5m2,swizzled=1"
+            ";acc=0,1,1;bwd=dequantized",
+        ),
+        (
+            NVFP4BlockScaling(),
+            "x=nvfp4,e2m1,swizzled=1,rht=1;w=nvfp4,e2m1,dim=2,swizzled=1"
+            ";g=nvfp4,e2m1,swizzled=1,rht=1,stochastic=1;acc=0,1,1",
+        ),
+        (
+            NVFP4BlockScaling(
+                disable_rht=True,
+                disable_stochastic_rounding=True,
+                disable_2d_quantization=True,
+                row_scaled_activation=True,
+            ),
+            "x=nvfp4,e2m1,swizzled=1,row_scaled=1;w=nvfp4,e2m1,swizzled=1"
+            ";g=nvfp4,e2m1,swizzled=1;acc=0,1,1",
+        ),
+        (
+            NVFP4BlockScaling(disable_rht=True, nvfp4_4over6="all", nvfp4_4over6_err_mode="MSE"),
+            "x=nvfp4,e2m1,swizzled=1,four_over_six=mse,e4m3_max=256"
+            ";w=nvfp4,e2m1,dim=2,swizzled=1,four_over_six=mse,e4m3_max=256"
+            ";g=nvfp4,e2m1,swizzled=1,stochastic=1;acc=0,1,1",
+        ),
+        (
+            NVFP4BlockScaling(nvfp4_4over6="weights", nvfp4_4over6_e4m3_use_256="activations"),
+            "x=nvfp4,e2m1,swizzled=1,rht=1;w=nvfp4,e2m1,dim=2,swizzled=1,four_over_six=mae"
+            ";g=nvfp4,e2m1,swizzled=1,rht=1,stochastic=1;acc=0,1,1",
+        ),
     ],
 )
 def test_spec(recipe, spec):
@@ -291,9 +341,35 @@ def test_spec(recipe, spec):
 def test_spec_follows_assignment():
     recipe = Float8CurrentScaling()
     recipe.fp8_quant_fwd_inp = QParams(amax_epsilon=0.25)
-    assert recipe._spec.startswith("x=current,e4m3,0,0.25;w=current,e4m3,0,0.0;")
+    assert recipe._spec.startswith("x=current,e4m3,eps=0.25;w=current,e4m3;")
     recipe.backward_override = "high_precision"
     assert recipe._spec.endswith(";bwd=high_precision")
+    block = Float8BlockScaling()
+    block.fp8_quant_bwd_grad = QParams(amax_epsilon=0.5)
+    assert ";g=block,e4m3,eps=0.5;" in block._spec
+    nvfp4 = NVFP4BlockScaling()
+    nvfp4.fp4_quant_fwd_inp = QParams()
+    assert nvfp4._spec.startswith("x=nvfp4,e2m1,swizzled=1;")
+
+
+def test_spec_of_custom_recipes():
+    """Equal ones share a number; any field that decides results makes another."""
+
+    def other(role):
+        return role
+
+    recipe = CustomRecipe(factory)
+    assert recipe._spec == CustomRecipe(factory, quantization_alignment=64)._spec
+    numbers = {
+        recipe._spec,
+        CustomRecipe(other)._spec,
+        CustomRecipe(factory, backward_override="dequantized")._spec,
+        CustomRecipe(factory, fp8_format=Format.E4M3)._spec,
+    }
+    assert len(numbers) == 4 and all(number.startswith("custom:") for number in numbers)
+    before = recipe._spec
+    recipe.qfactory = other
+    assert recipe._spec == CustomRecipe(other)._spec != before
 
 
 def test_update_rule_says_when_python_functions_are_needed():

@@ -11,14 +11,14 @@ from transformer_engine.pytorch.core import delayed_scaling
 from transformer_engine.pytorch.core.ops import kernels
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-E4M3, E5M2 = "delayed,e4m3,0,0.0", "delayed,e5m2,0,0.0"
+E4M3, E5M2 = "delayed,e4m3", "delayed,e5m2"
 
 
 def quantized(x, quant, scale, slot):
     """``(x as the format holds it, amax [1])``, by the leaf ops."""
     k = kernels()
-    row, _, scale_inv, amax = k.quantize(x, quant, scale, slot, None, True, False)
-    return k.dequantize(row, scale_inv, quant, x.dtype), amax
+    row, _, scale_inv, _, amax, _ = k.quantize(x, quant, scale, slot, None, True, False, None)
+    return k.dequantize(row, scale_inv, None, quant, False, x.dtype), amax
 
 
 class ToyFunction(torch.autograd.Function):
@@ -73,8 +73,8 @@ class Toy(torch.nn.Module):
         state = FP8GlobalStateManager.quantization_state
         if state.kind != "delayed":
             return x * self.w
-        scaling = delayed_scaling.state_of(self, state.fp8_recipe)
-        delayed_scaling.enter(scaling)
+        scaling = delayed_scaling.state_of(self, delayed_scaling.REGION.rule)
+        delayed_scaling.enter(scaling, delayed_scaling.REGION.rule)
         update = delayed_scaling.enter_backward(scaling) if torch.is_grad_enabled() else None
         y, amax_x, amax_w = ToyFunction.apply(
             x, self.w, scaling.fwd_scale, scaling.bwd_scale, scaling.bwd_history, update

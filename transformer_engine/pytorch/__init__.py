@@ -6,6 +6,8 @@
 
 from . import constants, distributed, module, quantization, quantized_tensor, tensor, utils
 from .constants import DType
+from .diagnostics import explain, memory_report
+from .distributed import CudaRNGStatesTracker, checkpoint
 from .module import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from .quantization import (
     DelayedScalingRequest,
@@ -22,33 +24,33 @@ from .quantization import (
     is_nvfp4_available,
     quantized_model_init,
 )
-from .quantized_tensor import (
-    QuantizedTensorStorage,
-    Quantizer,
-    prepare_for_saving,
-    restore_from_saved,
+from .tensor import *  # pylint: disable=wildcard-import
+from .tensor import (
+    _make_float8_blockwise_tensor_in_reduce_ex,
+    _make_float8_tensor_in_reduce_ex,
+    _make_hybrid_quantized_tensor_in_reduce_ex,
+    _make_identity_tensor_in_reduce_ex,
+    _make_mxfp8_tensor_in_reduce_ex,
+    _make_nvfp4_tensor_in_reduce_ex,
 )
-from .tensor import Float8CurrentScalingQuantizer, Float8Quantizer, Float8TensorStorage
 from .utils import get_device_compute_capability
 
 __all__ = [
+    "CudaRNGStatesTracker",
     "DType",
     "DelayedScalingRequest",
-    "Float8CurrentScalingQuantizer",
-    "Float8Quantizer",
-    "Float8TensorStorage",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
-    "QuantizedTensorStorage",
-    "Quantizer",
     "QuantizerRequest",
     "QuantizerRole",
     "RMSNorm",
     "autocast",
+    "checkpoint",
     "constants",
     "distributed",
+    "explain",
     "fp8_autocast",
     "fp8_model_init",
     "get_default_recipe",
@@ -58,12 +60,12 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "memory_report",
     "module",
     "quantization",
     "quantized_model_init",
-    "prepare_for_saving",
     "quantized_tensor",
-    "restore_from_saved",
     "tensor",
     "utils",
+    *tensor.__all__,
 ]

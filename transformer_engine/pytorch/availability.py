@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the hardware does natively, and which recipes this version computes.
+"""What the hardware does natively, and whether a recipe can be computed.
 
-The two are different things: a recipe that is computed runs on every device, because quantization
+The two are different things: every recipe runs on every device, because quantization
 is defined by arithmetic and a GEMM that the hardware lacks is done on the dequantized operands. The
 `is_*_available` functions speak about native support only.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Tuple, Union
 
 import torch
 
-from ..common.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from ..common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from .environment import constant_in_graphs
+from .formats.spec import decode_quant
 from .utils import get_device_compute_capability
 
 NO_DEVICE = "No CUDA device is there."
@@ -139,7 +141,7 @@ def check_nvfp4_support() -> Tuple[bool, str]:
 
 
 def check_recipe_support(recipe: Recipe) -> None:
-    """Raise a RuntimeError if the modules of this version do not compute `recipe`. Hardware is
+    """Raise a RuntimeError if `recipe` is none, or has options that exclude each other. Hardware is
     never a reason.
     """
     if not isinstance(recipe, Recipe):
@@ -147,23 +149,40 @@ def check_recipe_support(recipe: Recipe) -> None:
             f"A recipe must be an instance of transformer_engine.common.recipe.Recipe, not"
             f" {type(recipe).__name__}."
         )
-    if recipe._spec == "":
-        raise RuntimeError(
-            f"The recipe {type(recipe).__name__} is not available yet in this version of"
-            f" transformer_engine. Available"
-            " are DelayedScaling and Float8CurrentScaling."
-        )
+    problem = _spec_problem(recipe._spec)
+    if problem:
+        raise RuntimeError(f"{type(recipe).__name__} can not be computed as configured: {problem}")
+
+
+@constant_in_graphs
+def _spec_problem(spec: str) -> str:
+    """Why the quantizations that a recipe's text names make no sense; "" if they do."""
+    return _cached_problem(spec)
+
+
+@functools.lru_cache(maxsize=None)
+def _cached_problem(spec: str) -> str:
+    for part in spec.split(";"):
+        key, _, text = part.partition("=")
+        if key in ("x", "w", "g"):
+            try:
+                decode_quant(text)
+            except ValueError as error:
+                return str(error)
+    return ""
 
 
 def get_default_recipe() -> Recipe:
     """The recipe where none is given.
 
-    `DelayedScaling` on CUDA devices older than compute capability 10.0, as in the reference
-    package. `Float8CurrentScaling` elsewhere: on the CPU, and on newer devices, where MXFP8 would
-    be the choice for 10.x and 11.x, but is not computed yet.
+    As in the reference package: `MXFP8BlockScaling` where the hardware has it,
+    `Float8CurrentScaling` on devices of compute capability 12.0 and newer, `DelayedScaling` on
+    older ones. Without a CUDA device `Float8CurrentScaling`.
     """
     capability = get_device_compute_capability()
-    if (0, 0) < capability < (10, 0):
+    if is_mxfp8_available():
+        return MXFP8BlockScaling()
+    if (0, 0) < capability < (12, 0):
         return DelayedScaling()
     return Float8CurrentScaling()
 

@@ -1,10 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers around process groups."""
+"""Helpers around process groups, and what users look for beside them: recomputation and streams of
+random numbers.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from .activation_checkpoint import (
+    activation_recompute_forward,
+    checkpoint,
+    get_activation_recompute_contexts,
+    has_te_modules,
+    in_fp8_activation_recompute_phase,
+    is_fp8_activation_recompute_enabled,
+    use_reentrant_activation_recompute,
+)
+from .parallel_chunks import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
+from .rng_states import (
+    CudaRNGStatesTracker,
+    get_all_rng_states,
+    graph_safe_rng_available,
+    is_graph_safe_rng_state,
+    set_all_rng_states,
+)
+
+__all__ = [
+    "CudaRNGStatesTracker",
+    "activation_recompute_forward",
+    "checkpoint",
+    "gather_split_1d_tensor",
+    "get_activation_recompute_contexts",
+    "get_all_rng_states",
+    "get_distributed_rank",
+    "get_distributed_world_size",
+    "graph_safe_rng_available",
+    "has_te_modules",
+    "in_fp8_activation_recompute_phase",
+    "is_fp8_activation_recompute_enabled",
+    "is_graph_safe_rng_state",
+    "set_all_rng_states",
+    "set_tensor_model_parallel_attributes",
+    "split_tensor_into_1d_equal_chunks",
+    "use_reentrant_activation_recompute",
+]
 
 _TENSOR_PARALLEL_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride")
 

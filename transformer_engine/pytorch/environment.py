@@ -8,18 +8,24 @@ tracing and is a constant of the graph. The variables that give recipes their de
 """
 
 from ..common.environment import constant_in_graphs, flag, integer, text
+from .formats.layout import LayoutFlags
 
 __all__ = [
+    "UNSAFE_PICKLE_EXTRA_STATE_ENV",
     "bias_gelu_fusion_enabled",
     "constant_in_graphs",
     "flag",
     "gemm_gelu_fusion_enabled",
     "integer",
+    "layout_flags",
     "norm_sm_margin",
     "nvtx_enabled",
     "text",
     "unfused_fp8_update",
+    "unsafe_pickle_extra_state_enabled",
 ]
+
+UNSAFE_PICKLE_EXTRA_STATE_ENV = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 
 
 def unfused_fp8_update() -> bool:
@@ -27,6 +33,17 @@ def unfused_fp8_update() -> bool:
     a new amax.
     """
     return flag("NVTE_UNFUSED_FP8_UPDATE")
+
+
+def layout_flags() -> LayoutFlags:
+    """What decides in which order kernels write block scales.
+
+    NVTE_NORM_FWD_USE_CUDNN=1: as the reference package's norms do when they use cuDNN.
+    NVTE_NVFP4_DISABLE_RHT_CAST_FUSION=1: the Hadamard transform and the cast are separate kernels.
+    """
+    return LayoutFlags(
+        flag("NVTE_NORM_FWD_USE_CUDNN"), not flag("NVTE_NVFP4_DISABLE_RHT_CAST_FUSION")
+    )
 
 
 def norm_sm_margin(direction: str) -> int:
@@ -50,3 +67,10 @@ def gemm_gelu_fusion_enabled() -> bool:
 def nvtx_enabled() -> bool:
     """NVTE_NVTX_ENABLED=1: mark ranges for NVIDIA's profilers."""
     return flag("NVTE_NVTX_ENABLED")
+
+
+def unsafe_pickle_extra_state_enabled() -> bool:
+    """NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1: unpickle ``_extra_state`` entries of checkpoints that
+    can not be read otherwise, which can run any code that is in them.
+    """
+    return flag(UNSAFE_PICKLE_EXTRA_STATE_ENV)

@@ -25,13 +25,14 @@ from .availability import (
     get_default_recipe,
 )
 from .core import delayed_scaling
+from .core.phase import PHASE
 from .core.update_rule import rule_of
 
 
 class FP8GlobalState:
     """The state, see `FP8GlobalStateManager`.
 
-    What modules read: `fp8_enabled`; `kind`, which is "" (no quantization), "current" or "delayed";
+    What modules read: `fp8_enabled`; `kind`, "" without quantization, else what `kind_of` says;
     `spec`, the recipe as a string, "" without quantization (``x=...;w=...;g=...;acc=...``, with
     ``;bwd=...`` where the recipe overrides the backward pass); `fp8_recipe`; `fp8_calibration`;
     `fp8_parameters` and `high_precision_init_val` of ``quantized_model_init``. `spec` is taken from
@@ -58,21 +59,44 @@ class FP8GlobalState:
         self.skip_fp8_weight_update_tensor: Optional[Tensor] = None
 
 
-def refuse_recomputation(recipe: Recipe) -> None:
-    """Raise where delayed scaling is entered during a backward pass.
+def kind_of(recipe: Recipe) -> str:
+    """ "delayed", "custom" or "stateless": what modules must do beyond reading `spec`."""
+    if recipe.delayed():
+        return "delayed"
+    return "custom" if recipe.custom() else "stateless"
 
-    That is a recomputation (``torch.utils.checkpoint``) of a region whose end has renewed the
-    scales already: it would quantize with other scales than the forward pass did.
+
+def refuse_recomputation(recipe: Recipe) -> None:
+    """Raise where delayed scaling is entered during a backward pass by an unknown recomputation.
+
+    Its region has ended and renewed the scales already: it would quantize with other scales than
+    the forward pass did. Where the calls of the forward pass were noted (``recompute.py``), modules
+    see those scales.
     """
     if torch.compiler.is_compiling() or not recipe.delayed():
         return
-    if torch._C._current_graph_task_id() != -1:
+    if torch._C._current_graph_task_id() == -1:
+        return
+    from .recompute import recomputation_is_known
+
+    if not recomputation_is_known():
         raise RuntimeError(
-            "te.autocast with DelayedScaling was entered during a backward pass, as"
-            " torch.utils.checkpoint does when it recomputes a function that opens te.autocast. The"
-            " scales of the forward pass are gone by then. Open te.autocast around the whole step,"
-            " backward included, or use Float8CurrentScaling."
+            "te.autocast with DelayedScaling was entered during a backward pass, as checkpoints do"
+            " that recompute a function which opens te.autocast. The scales of the forward pass are"
+            " gone by then. Use te.checkpoint, or open te.autocast around the whole step, backward"
+            " included, or use Float8CurrentScaling."
         )
+
+
+def _training() -> bool:
+    """Whether gradients are on, now or in the second pass of a reentrant checkpoint."""
+    if torch.is_grad_enabled() or PHASE.backward_follows:
+        return True
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        return False
+    from .recompute import in_reentrant_checkpoint
+
+    return in_reentrant_checkpoint()
 
 
 class FP8GlobalStateManager:
@@ -175,7 +199,7 @@ class FP8GlobalStateManager:
         if recipe is not None and (enabled or calibrating):
             rule = rule_of(recipe, group)
         if recipe is not None and enabled:
-            spec, kind = recipe._spec, "delayed" if recipe.delayed() else "current"
+            spec, kind = recipe._spec, kind_of(recipe)
         cls.restore((enabled, calibrating, recipe, group, first, capturing, spec, kind, rule))
 
     @classmethod
@@ -232,7 +256,7 @@ class FP8GlobalStateManager:
         if state.autocast_depth > 0:  # `reset` in between has ended all regions
             state.autocast_depth -= 1
         if state.autocast_depth == 0:
-            update = enabled and not _graph and not failed and torch.is_grad_enabled()
+            update = enabled and not _graph and not failed and _training()
             delayed_scaling.finish_region(update)
 
     # --- delayed scaling ------------------------------------------------------------------------

@@ -6,6 +6,7 @@ here.
 from __future__ import annotations
 
 import warnings
+from contextlib import ContextDecorator
 from typing import Any, Optional
 
 import torch
@@ -33,9 +34,13 @@ from .core.update_rule import get_amax_and_update_history as _default_get_amax_a
 from .core.update_rule import update_amax_history as _update_amax_history
 from .fp8_global_state import FP8GlobalState, FP8GlobalStateManager
 from .recipe_state import (
+    CustomRecipeState,
     DelayedScalingRecipeState,
     DelayedScalingRequest,
+    Float8BlockScalingRecipeState,
     Float8CurrentScalingRecipeState,
+    MXFP8BlockScalingRecipeState,
+    NVFP4BlockScalingRecipeState,
     QuantizerRequest,
     QuantizerRole,
     RecipeState,
@@ -47,11 +52,15 @@ from .recipe_state import (
 )
 
 __all__ = [
+    "CustomRecipeState",
     "DelayedScalingRecipeState",
     "DelayedScalingRequest",
     "FP8GlobalState",
     "FP8GlobalStateManager",
+    "Float8BlockScalingRecipeState",
     "Float8CurrentScalingRecipeState",
+    "MXFP8BlockScalingRecipeState",
+    "NVFP4BlockScalingRecipeState",
     "QuantizerRequest",
     "QuantizerRole",
     "RecipeState",
@@ -171,16 +180,25 @@ def fp8_autocast(
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
 
 
-class quantized_model_init:  # pylint: disable=invalid-name
-    """Context in which modules are made with quantized primary weights.
+class quantized_model_init(ContextDecorator):  # pylint: disable=invalid-name
+    """Context, or decorator, in which modules are made with quantized primary weights.
+
+    .. code-block:: python
+
+        with te.quantized_model_init(recipe=MXFP8BlockScaling()):
+            model = te.Linear(1024, 1024)
+
+    The weights of GEMMs are then quantized tensors (``te.QuantizedTensor``), without a copy in high
+    precision; biases and norm parameters are not. Optimizers and loading of checkpoints quantize
+    what they write. Run such modules under ``te.autocast`` with the same kind of recipe; outside of
+    it they compute with the dequantized weights.
 
     * `enabled`: False switches it off inside of another such context
     * `recipe`: recipe of the weights; None takes `get_default_recipe`
     * `preserve_high_precision_init_val`: keep the initial values in high precision as well, on the
-      CPU
+      CPU: ``param.get_high_precision_init_val()``, ``param.clear_high_precision_init_val()``
 
-    Raises RuntimeError on entry with ``enabled=True``: this version does not make quantized primary
-    weights yet.
+    Raises RuntimeError on entry if `recipe` has options that exclude each other.
     """
 
     def __init__(
@@ -192,25 +210,25 @@ class quantized_model_init:  # pylint: disable=invalid-name
         self.enabled = enabled
         self.recipe = recipe
         self.preserve_high_precision_init_val = preserve_high_precision_init_val
-        self._saved: Any = None
+        self._saved: list = []
 
     def __enter__(self) -> "quantized_model_init":
+        recipe = self.recipe
         if self.enabled:
-            raise RuntimeError(
-                "Quantized primary weights are not available yet in this version of"
-                " transformer_engine. Make the module"
-                " outside of quantized_model_init: its weights stay in high precision and autocast"
-                " quantizes them."
-            )
+            recipe = get_default_recipe() if recipe is None else recipe
+            check_recipe_support(recipe)
         state = FP8GlobalStateManager.quantization_state
-        self._saved = (state.fp8_parameters, state.high_precision_init_val)
-        state.fp8_parameters = False
+        self._saved.append((state.fp8_parameters, state.high_precision_init_val, state.fp8_recipe))
+        state.fp8_parameters = self.enabled
         state.high_precision_init_val = self.preserve_high_precision_init_val
+        if self.enabled:
+            state.fp8_recipe = recipe
         return self
 
     def __exit__(self, exc_type, exc_value, traceback) -> None:
         state = FP8GlobalStateManager.quantization_state
-        state.fp8_parameters, state.high_precision_init_val = self._saved
+        saved = self._saved.pop()
+        state.fp8_parameters, state.high_precision_init_val, state.fp8_recipe = saved
 
 
 def fp8_model_init(

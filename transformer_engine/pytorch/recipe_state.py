@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Callable, Optional, Sequence, Union
 
 import torch
@@ -19,8 +19,10 @@ from ..common.recipe import (
 )
 from .availability import check_recipe_support
 from .constants import TE_DType, DType
+from .core.config import operand_text
 from .formats.spec import decode_quant
-from .tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+from .tensor import Float8Quantizer
+from .tensor.from_spec import quantizer_from_spec
 
 
 def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:
@@ -140,12 +142,20 @@ class RecipeState:
         device: Optional[torch.device] = None,
         roles: Optional[Sequence[Optional[QuantizerRole]]] = None,
     ) -> "RecipeState":
-        """The state that fits `recipe`. Raises RuntimeError for recipes that this version does not
-        compute.
+        """The state that fits `recipe`. Raises RuntimeError for what is no recipe, or one whose
+        options exclude each other.
         """
         check_recipe_support(recipe)
-        kind = DelayedScalingRecipeState if recipe.delayed() else Float8CurrentScalingRecipeState
-        return kind(recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles)
+        states = (
+            (recipe.delayed, DelayedScalingRecipeState),
+            (recipe.float8_current_scaling, Float8CurrentScalingRecipeState),
+            (recipe.mxfp8, MXFP8BlockScalingRecipeState),
+            (recipe.float8_block_scaling, Float8BlockScalingRecipeState),
+            (recipe.nvfp4, NVFP4BlockScalingRecipeState),
+            (recipe.custom, CustomRecipeState),
+        )
+        state = next(state for fits, state in states if fits())
+        return state(recipe, mode=mode, num_quantizers=num_quantizers, device=device, roles=roles)
 
     def _slot_role(self, index: int) -> Optional[QuantizerRole]:
         """The role given for slot `index`, if any."""
@@ -160,11 +170,17 @@ class RecipeState:
         return names[index % len(names)]
 
     def quant(self, index: int) -> str:
-        """Encoded `QuantSpec` of slot `index`, for example "current,e4m3,0,0.0"."""
+        """Encoded `QuantSpec` of slot `index`, for example "current,e4m3" ("" for none)."""
         tensor_type = self._slot_tensor_type(index)
         key = "g" if self.mode == "backward" else "w" if tensor_type == "weight" else "x"
-        parts = dict(part.split("=", 1) for part in self.recipe._spec.split(";"))
-        return parts[key]
+        return operand_text(self.recipe._spec, key)
+
+    def make_quantizers(self) -> list:
+        """A quantizer for each slot, in both orientations."""
+        return [
+            quantizer_from_spec(decode_quant(self.quant(i)), self.device)
+            for i in range(self.num_quantizers)
+        ]
 
     def inherit_state_from(self, other: "RecipeState") -> bool:
         """Take over what `other` accumulated; False if there is nothing to take over."""
@@ -233,15 +249,83 @@ class DelayedScalingRecipeState(RecipeState):
 class Float8CurrentScalingRecipeState(RecipeState):
     """Current scaling: every scale comes from the tensor itself, so nothing is kept."""
 
+
+class Float8BlockScalingRecipeState(RecipeState):
+    """FP8 with scales of 128 values: nothing is kept."""
+
+
+class NVFP4BlockScalingRecipeState(RecipeState):
+    """NVFP4: nothing is kept."""
+
+
+class MXFP8BlockScalingRecipeState(RecipeState):
+    """MXFP8: nothing is kept. Square blocks are for slots whose role says that they hold the weight
+    of a linear layer.
+    """
+
+    def quant(self, index: int) -> str:
+        role = self._slot_role(index)
+        square = role is not None and role.module_type in ("linear", "grouped_linear")
+        text = super().quant(index)
+        return text if square else replace(decode_quant(text), dim=1).encode()
+
+
+class CustomRecipeState(RecipeState):
+    """What the `qfactory` of a `CustomRecipe` answers for each slot.
+
+    Slots that get a `DelayedScalingRequest` share one `DelayedScalingRecipeState`, `delayed`, which
+    has the same `owner`. Raises ValueError if the factory answers None, or different requests for
+    delayed scaling.
+    """
+
+    def __init__(self, recipe: CustomRecipe, *, owner=None, **options) -> None:
+        super().__init__(recipe, **options)
+        if self.roles is None:
+            names = _FORWARD_TENSORS if self.mode == "forward" else _BACKWARD_TENSORS
+            self.roles = [
+                QuantizerRole("", names[i % len(names)]) for i in range(self.num_quantizers)
+            ]
+        self._answers = [ask_factory(recipe.qfactory, role) for role in self.roles]
+        request = common_request(self._answers)
+        self.delayed: Optional[DelayedScalingRecipeState] = None
+        if request is not None:
+            options["roles"] = self.roles
+            recipe = delayed_recipe(request)
+            self.delayed = DelayedScalingRecipeState(recipe, owner=owner, **options)
+
     def make_quantizers(self) -> list:
-        """Quantizers with the recipe's power-of-two and epsilon settings of each slot."""
-        specs = [decode_quant(self.quant(i)) for i in range(self.num_quantizers)]
+        delayed = [] if self.delayed is None else self.delayed.make_quantizers()
         return [
-            Float8CurrentScalingQuantizer(
-                self.dtype,
-                self.device,
-                force_pow_2_scales=spec.pow2,
-                amax_epsilon=spec.eps,
-            )
-            for spec in specs
+            delayed[i] if isinstance(answer, QuantizerRequest) else answer
+            for i, answer in enumerate(self._answers)
         ]
+
+
+def ask_factory(qfactory: Callable, role: Optional[QuantizerRole]):
+    """The quantizer or `QuantizerRequest` that a factory gives for `role`; ValueError for None."""
+    answer = qfactory(role)
+    if answer is None:
+        raise ValueError(
+            f"The qfactory of the CustomRecipe returned None for the role {role}. Return a"
+            " quantizer; an IdentityQuantizer leaves the tensor in high precision."
+        )
+    return answer
+
+
+def delayed_recipe(request: DelayedScalingRequest) -> DelayedScaling:
+    """The recipe that `request` is a part of."""
+    return DelayedScaling(**vars(request), backward_override=None)
+
+
+def common_request(answers: Sequence) -> Optional[DelayedScalingRequest]:
+    """The `DelayedScalingRequest` among `answers`, None if there is none; ValueError if two of them
+    differ.
+    """
+    requests = [answer for answer in answers if isinstance(answer, DelayedScalingRequest)]
+    for request in requests:
+        if request != requests[0]:
+            raise ValueError(
+                f"The qfactory of the CustomRecipe made two different DelayedScalingRequests,"
+                f" {requests[0]} and {request}. All of one module must be equal."
+            )
+    return requests[0] if requests else None

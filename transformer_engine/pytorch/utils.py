@@ -83,8 +83,12 @@ def cast_if_needed(tensor: Optional[Tensor], dtype: torch.dtype) -> Optional[Ten
 
 def clear_tensor_data(*tensors: Optional[Tensor]) -> None:
     """Free the memory of tensors that are not needed any more; None is skipped."""
+    from .quantized_tensor import QuantizedTensorStorage  # imports this module
+
     for tensor in tensors:
-        if tensor is not None:
+        if isinstance(tensor, QuantizedTensorStorage):
+            tensor.clear()
+        elif tensor is not None:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 

@@ -49,13 +49,20 @@ def forward(x, weight, bias, kind, zero_centered=False, quant="", scale=None, wa
     )
 
 
+def same(actual, expected):
+    """Whether two tensors are equal, or both absent."""
+    if actual is None or expected is None:
+        return actual is expected
+    return actual.dtype == expected.dtype and torch.equal(actual, expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_forward(device, kind, dtypes, zero_centered):
     x, weight, bias, _, _ = operands(kind, dtypes, device)
     y, mean, rstd, *rest = forward(x, weight, bias, kind, zero_centered)
-    assert rest == [None] * 4 and y.dtype == x.dtype and y.shape == x.shape
+    assert rest == [None] * 6 and y.dtype == x.dtype and y.shape == x.shape
     x64, w64 = x.double(), weight.double()
     b64 = None if bias is None else bias.double()
     expected = references.norm(x64, w64, b64, EPS, zero_centered, kind)
@@ -108,10 +115,10 @@ def test_backward_computes_what_is_needed(device, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("quant", ["", "current,e4m3,0,0.0", "delayed,e4m3,0,0.0"])
+@pytest.mark.parametrize("quant", ["", "current,e4m3", "delayed,e4m3"])
 def test_no_rows(device, kind, quant):
     x, weight, bias, dy, _ = operands(kind, DTYPES[1], device, shape=(0, 48))
-    y, mean, rstd, row, col, scale_inv, amax = forward(
+    y, mean, rstd, row, col, scale_inv, _, amax, _ = forward(
         x, weight, bias, kind, False, quant, torch.ones(1, device=device)
     )
     assert y.shape == (0, 48) and rstd.shape == (0,)
@@ -134,7 +141,7 @@ def test_what_is_quantized(device, kind, dtypes, recipe, want_output):
     """The fp32 result for delayed scaling without an output, else the rounded result."""
     x, weight, bias, _, _ = operands(kind, dtypes, device)
     scale = torch.tensor([77.7], device=device)
-    quant = f"{recipe},e4m3,0,0.0"
+    quant = f"{recipe},e4m3"
     y, mean, rstd, *quantized = forward(x, weight, bias, kind, True, quant, scale, want_output)
     plain, plain_mean, plain_rstd, *_ = forward(x, weight, bias, kind, True)
     assert torch.equal(rstd, plain_rstd) and (mean is None or torch.equal(mean, plain_mean))
@@ -145,9 +152,37 @@ def test_what_is_quantized(device, kind, dtypes, recipe, want_output):
     source = plain
     if recipe == "delayed" and not want_output:
         source = forward(x.float(), weight, bias, kind, True)[0]
-    expected = reference.quantize(source, quant, scale, 0, None, True, True)
-    for actual, tensor in zip(quantized, expected):
-        assert torch.equal(actual, tensor)
+    expected = reference.quantize(source, quant, scale, 0, None, True, True, None)
+    for actual, tensor in zip(quantized, expected, strict=True):
+        assert same(actual, tensor)
+
+
+# Options that decide what of a norm's result is quantized; formats are tested in tests/formats.
+BLOCKS = (
+    "block,e4m3,pow2=1",
+    "mxfp8,e4m3,swizzled=1",
+    "mxfp8,e4m3,dim=2,unrounded=1",
+    "nvfp4,e2m1,rht=1",
+    "nvfp4,e2m1,row_scaled=1",
+    "nvfp4,e2m1,four_over_six=mse",
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("quant", BLOCKS)
+@pytest.mark.parametrize("want_output", [False, True])
+def test_what_block_scaling_quantizes(device, kind, quant, want_output):
+    """The rounded result, or with ``unrounded`` the fp32 one."""
+    x, weight, bias, _, _ = operands(kind, DTYPES[1], device, shape=(33, 64))
+    y, _, rstd, *quantized = forward(x, weight, bias, kind, True, quant, None, want_output)
+    plain, _, plain_rstd, *_ = forward(x, weight, bias, kind, True)
+    exact = forward(x.float(), weight, bias, kind, True)[0]
+    assert torch.equal(rstd, plain_rstd) and not torch.equal(plain.float(), exact)
+    assert torch.equal(y, plain) if want_output else y is None
+    source = exact if "unrounded" in quant else plain
+    expected = reference.quantize(source, quant, None, 0, None, True, True, None)
+    for actual, tensor in zip(quantized, expected, strict=True):
+        assert same(actual, tensor)
 
 
 def test_large_mean(device):

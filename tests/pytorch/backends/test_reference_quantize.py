@@ -8,6 +8,7 @@ import torch
 
 import references
 from transformer_engine.pytorch.backends import reference
+from transformer_engine.pytorch.formats.layout import Quantized
 
 INF, NAN = float("inf"), float("nan")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -22,11 +23,15 @@ def random(shape, dtype=torch.float32, device="cpu", seed=0, std=3.0):
 
 
 def check(x, quant, outputs, scale=None):
-    """Bytes, transpose and inverse scale of ``quantize(x, quant, ..., True, True)``."""
-    _, fmt, pow2, eps = quant.split(",")
-    row, col, scale_inv, amax = (tensor.cpu() for tensor in outputs)
+    """Bytes, transpose and inverse scale of ``quantize(x, quant, ..., True, True, None)``."""
+    _, fmt, *options = quant.split(",")
+    options = dict(option.split("=") for option in options)
+    pow2, eps = options.get("pow2") == "1", float(options.get("eps", 0))
+    assert isinstance(outputs, Quantized)
+    assert outputs.col_scale_inv is None and outputs.col_amax is None
+    row, col, scale_inv, amax = (outputs[i].cpu() for i in (0, 1, 2, 4))
     x = x.cpu()
-    codes, values, used = references.quantized(x, fmt, scale, bool(int(pow2)), float(eps))
+    codes, values, used = references.quantized(x, fmt, scale, pow2, eps)
     nan = values.isnan()
     assert row.dtype == torch.uint8 and row.shape == x.shape
     assert torch.equal(row[~nan], codes[~nan])
@@ -42,12 +47,10 @@ def check(x, quant, outputs, scale=None):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(16, 32), (7, 24), (33, 5), (1, 8), (0, 16), (3, 1)])
-@pytest.mark.parametrize(
-    "quant", ["current,e4m3,0,0.0", "current,e5m2,1,0.0", "current,e4m3,0,100.0"]
-)
+@pytest.mark.parametrize("quant", ["current,e4m3", "current,e5m2,pow2=1", "current,e4m3,eps=100.0"])
 def test_current_scaling(device, dtype, shape, quant):
     x = random(shape, dtype, device)
-    check(x, quant, reference.quantize(x, quant, None, 0, None, True, True))
+    check(x, quant, reference.quantize(x, quant, None, 0, None, True, True, None))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -56,24 +59,24 @@ def test_delayed_scaling_uses_its_slot(device, dtype, fmt):
     x = random((19, 16), dtype, device)
     scales = torch.tensor([1.0, 47.3, 1e4], device=device)
     for slot in range(3):
-        outputs = reference.quantize(x, f"delayed,{fmt},0,0.0", scales, slot, None, True, True)
-        check(x, f"delayed,{fmt},0,0.0", outputs, scale=scales[slot].cpu())
+        outputs = reference.quantize(x, f"delayed,{fmt}", scales, slot, None, True, True, None)
+        check(x, f"delayed,{fmt}", outputs, scale=scales[slot].cpu())
 
 
-@pytest.mark.parametrize("quant", ["current,e4m3,0,0.0", "current,e5m2,0,0.0"])
+@pytest.mark.parametrize("quant", ["current,e4m3", "current,e5m2"])
 @pytest.mark.parametrize(
     "special", [[NAN, 1.0, -2.0, 0.0], [INF, 1.0, -2.0, 600.0], [-INF, NAN, 0.0, -0.0], [0.0] * 4]
 )
 def test_values_that_are_not_numbers(device, quant, special):
     x = torch.tensor([special], device=device)
-    check(x, quant, reference.quantize(x, quant, None, 0, None, True, True))
+    check(x, quant, reference.quantize(x, quant, None, 0, None, True, True, None))
 
 
 def test_amax_may_be_given(device):
     x = random((4, 8), device=device)
     given = torch.tensor([896.0], device=device)
-    row, _, scale_inv, amax = reference.quantize(
-        x, "current,e4m3,0,0.0", None, 0, given, True, False
+    row, _, scale_inv, _, amax, _ = reference.quantize(
+        x, "current,e4m3", None, 0, given, True, False, None
     )
     assert scale_inv.item() == 2.0 and amax.item() == 896.0
     assert amax.data_ptr() != given.data_ptr()
@@ -83,9 +86,10 @@ def test_amax_may_be_given(device):
 @pytest.mark.parametrize("rowwise, columnwise", [(True, False), (False, True), (False, False)])
 def test_only_the_layouts_asked_for(device, rowwise, columnwise):
     x = random((5, 8), device=device)
-    both = reference.quantize(x, "current,e4m3,0,0.0", None, 0, None, True, True)
-    some = reference.quantize(x, "current,e4m3,0,0.0", None, 0, None, rowwise, columnwise)
-    for present, expected, actual in zip((rowwise, columnwise, True, True), both, some):
+    both = reference.quantize(x, "current,e4m3", None, 0, None, True, True, None)
+    some = reference.quantize(x, "current,e4m3", None, 0, None, rowwise, columnwise, None)
+    present = (rowwise, columnwise, True, False, True, False)
+    for present, expected, actual in zip(present, both, some, strict=True):
         assert torch.equal(expected, actual) if present else actual is None
 
 
@@ -94,9 +98,10 @@ def test_outputs_are_fresh(device):
     x = random((16, 1), device=device)
     before = x.clone()
     scales = torch.ones(2, device=device)
-    outputs = reference.quantize(x, "delayed,e4m3,0,0.0", scales, 1, None, True, True)
-    pointers = {t.untyped_storage().data_ptr() for t in (x, scales, *outputs)}
-    assert len(pointers) == 6 and torch.equal(x, before)
+    outputs = reference.quantize(x, "delayed,e4m3", scales, 1, None, True, True, None)
+    made = [t for t in outputs if t is not None]
+    pointers = {t.untyped_storage().data_ptr() for t in (x, scales, *made)}
+    assert len(made) == 4 and len(pointers) == 6 and torch.equal(x, before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -107,10 +112,11 @@ def test_dequantize_rounds_once(device, dtype, fmt, scale_inv):
     scale_inv = torch.tensor([scale_inv])
     product = (references.fp8_table(fmt) * scale_inv.double()).float()
     expected = product.to(dtype).view(8, 32)
-    for quant in (f"current,{fmt},0,0.0", f"delayed,{fmt},0,0.0"):
-        actual = reference.dequantize(data, scale_inv.to(device), quant, dtype)
+    for quant in (f"current,{fmt}", f"delayed,{fmt}"):
+        actual = reference.dequantize(data, scale_inv.to(device), None, quant, False, dtype)
         torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=0, equal_nan=True)
-    assert reference.dequantize(data[:0], scale_inv.to(device), quant, dtype).shape == (0, 32)
+    none = reference.dequantize(data[:0], scale_inv.to(device), None, quant, False, dtype)
+    assert none.shape == (0, 32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

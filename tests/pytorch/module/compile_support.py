@@ -2,7 +2,8 @@
 """What the torch.compile tests share: a compiled module and an eager twin, compared bit by bit.
 
 The twin is a deep copy from before anything ran, so that it shares neither parameters, nor cached
-weights, nor the state of delayed scaling with the module under test.
+weights, nor the state of delayed scaling with the module under test. Random numbers are drawn by
+both from the same seed, and must be drawn in the same order.
 """
 
 import copy
@@ -11,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch._dynamo.utils import counters
 
+import recipe_list
+
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 K, N, FFN = 64, 48, 96  # width of the input, of a linear layer's output, of the MLP
@@ -20,19 +22,22 @@ GEMM_MODULES = ("Linear", "LayerNormLinear", "LayerNormMLP")
 NORMS = ("LayerNorm", "RMSNorm")
 MODULES = (*GEMM_MODULES, *NORMS)
 RECIPES = ("none", "current", "delayed")
+OTHER_RECIPES = (*recipe_list.BLOCKS, *recipe_list.OVERRIDES, *recipe_list.CUSTOM)
+# One of each format, for what must hold for all but need not be tried with every option.
+FEW_OTHERS = ("block", "mxfp8", "nvfp4", "custom_two_formats", "mxfp8_dq")
+DRAWS = 1234  # seed of the stochastic rounding of each pass
 STATE = ("fwd_scale", "fwd_history", "bwd_scale", "bwd_history")
 
-
-def recipe_of(name):
-    """A new recipe of the given name; None for "none"."""
-    if name == "current":
-        return Float8CurrentScaling()
-    return DelayedScaling(amax_history_len=3) if name == "delayed" else None
+recipe_of = recipe_list.recipe_of
 
 
-def build(kind, device="cpu", seed=0, dtype=torch.bfloat16, width=K, **options):
-    """A module whose parameters are all random: norm weights and biases too."""
-    sizes = {"Linear": (width, N), "LayerNormLinear": (width, N), "LayerNormMLP": (width, FFN)}
+def build(kind, device="cpu", seed=0, dtype=torch.bfloat16, width=K, recipe="none", **options):
+    """A module whose parameters are all random: norm weights and biases too.
+
+    ``recipe``: name of the recipe that it will run with, which its width must fit.
+    """
+    out = recipe_list.out_features(recipe, N)
+    sizes = {"Linear": (width, out), "LayerNormLinear": (width, out), "LayerNormMLP": (width, FFN)}
     name = "dtype" if kind in NORMS else "params_dtype"
     options = {name: dtype, "device": device, **options}
     module = getattr(te, kind)(*sizes.get(kind, (width,)), **options)
@@ -144,6 +149,7 @@ class Forward:
     def backward(self, grad="random", seed=0, outputs=None, retain_graph=False, compare=True):
         """Backward through the outputs (all that have a gradient, or the given indices)."""
         for results in self.outputs:
+            torch.manual_seed(DRAWS + 1)
             chosen = range(len(results)) if outputs is None else outputs
             chosen = [
                 (results[i], gradient(results[i], grad, seed + i))
@@ -180,8 +186,12 @@ class Twins:
         call = self.call
         inputs = [x.detach().clone().requires_grad_(x_grad) for _ in range(2)]
         given = inputs if view is None else [view(leaf) for leaf in inputs]
-        tested = call(self.module, given[0], *args, **kwargs) if eager_only else None
-        tested = self.compiled(given[0], *args, **kwargs) if tested is None else tested
+        torch.manual_seed(DRAWS)
+        if eager_only:
+            tested = call(self.module, given[0], *args, **kwargs)
+        else:
+            tested = self.compiled(given[0], *args, **kwargs)
+        torch.manual_seed(DRAWS)
         eager = call(self.eager, given[1], *args, **kwargs)
         results = as_tuple(tested), as_tuple(eager)
         assert len(results[0]) == len(results[1])

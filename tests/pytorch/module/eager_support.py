@@ -3,6 +3,7 @@
 
 from typing import NamedTuple, Optional
 
+import recipe_list
 import torch
 import references
 
@@ -14,11 +15,21 @@ NORMS = ("LayerNorm", "RMSNorm")
 MODULES = (*GEMM_MODULES, *NORMS)
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 # Largest relative error of rounding to the format: 2^-p for a significand of p bits.
+OTHER_RECIPES = (*recipe_list.BLOCKS, *recipe_list.OVERRIDES, *recipe_list.CUSTOM)
+# Each on one module, for what need not be tried with all pairs.
+OTHER_CASES = [(GEMM_MODULES[i % 3], recipe) for i, recipe in enumerate(OTHER_RECIPES)]
+DRAWS = 77  # seed of the stochastic rounding of each pass
 UNIT = {FP32: 2.0**-24, BF16: 2.0**-8, FP16: 2.0**-11}
 
 
-def build(kind, device="cpu", seed=0, dtype=FP32, width=K, out=N, ffn=FFN, **options):
-    """A module all of whose parameters are random: norm weights and biases too."""
+def build(
+    kind, device="cpu", seed=0, dtype=FP32, width=K, out=None, ffn=FFN, recipe="none", **options
+):
+    """A module all of whose parameters are random: norm weights and biases too.
+
+    ``recipe``: name of the recipe that it will run with, which its output width must fit.
+    """
+    out = recipe_list.out_features(recipe, N) if out is None else out
     sizes = {"Linear": (width, out), "LayerNormLinear": (width, out), "LayerNormMLP": (width, ffn)}
     module = getattr(te, kind)(
         *sizes.get(kind, (width,)), params_dtype=dtype, device=device, **options
@@ -68,14 +79,21 @@ def output_grads(outputs, seed=1000) -> list:
     ]
 
 
-def run(module, x, recipe=None, dys=None, **arguments) -> Step:
-    """One training step of ``module`` on a copy of ``x``; gradients are those of this step."""
+def run(module, x, recipe=None, dys=None, draws=DRAWS, **arguments) -> Step:
+    """One training step of ``module`` on a copy of ``x``; gradients are those of this step.
+
+    ``draws``: seed of the stochastic rounding in each pass; None leaves the generator alone.
+    """
     module.zero_grad()
     x = x.detach().clone().requires_grad_()
+    if draws is not None:
+        torch.manual_seed(draws)
     with te.autocast(enabled=recipe is not None, recipe=recipe):
         outputs = as_tuple(module(x, **arguments))
     dys = output_grads(outputs) if dys is None else dys
     pairs = [(y, dy) for y, dy in zip(outputs, dys) if dy is not None]
+    if draws is not None:
+        torch.manual_seed(draws)
     torch.autograd.backward(*zip(*pairs))
     grads = {name: param.grad for name, param in module.named_parameters()}
     detached = tuple(None if y is None else y.detach() for y in outputs)

@@ -3,7 +3,8 @@
 
 import pytest
 import torch
-from eager_support import BF16, GEMM_MODULES, K, assert_equal, build, random, run
+from eager_support import BF16, GEMM_MODULES, K, OTHER_CASES, assert_equal, build, random, run
+from recipe_list import recipe_of
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
@@ -15,11 +16,15 @@ CACHE_KEYS = {
 }
 
 
-@pytest.mark.parametrize("kind", GEMM_MODULES)
-@pytest.mark.parametrize("recipe", (Float8CurrentScaling, DelayedScaling))
+CASES = [(kind, recipe) for kind in GEMM_MODULES for recipe in ("current", "delayed")]
+CASES += OTHER_CASES
+
+
+@pytest.mark.parametrize("kind,recipe", CASES)
 def test_cached_weights(kind, recipe, device):
     """True stores, False takes what is stored, None neither reads nor writes."""
-    module, recipe = build(kind, device, dtype=BF16, bias=False), recipe()
+    module = build(kind, device, dtype=BF16, recipe=recipe, bias=False)
+    recipe = DelayedScaling() if recipe == "delayed" else recipe_of(recipe)
     x = random(16, K, dtype=BF16, device=device)
     run(module, x, recipe)
     run(module, x, recipe)  # the scales of delayed scaling are settled now
@@ -41,10 +46,15 @@ def test_cached_weights(kind, recipe, device):
     assert torch.equal(run(module, x, recipe, is_first_microbatch=False).outputs[0], changed)
 
 
-@pytest.mark.parametrize("kind", GEMM_MODULES)
-def test_cache_made_without_gradients_is_completed(kind, device):
-    """Inference stores no transposed bytes; a training step that needs them makes them."""
-    module, recipe = build(kind, device, dtype=BF16), Float8CurrentScaling()
+COMPLETED = [(kind, "current") for kind in GEMM_MODULES]
+COMPLETED += [case for case in OTHER_CASES if case[1] != "custom_delayed"]
+
+
+@pytest.mark.parametrize("kind,recipe", COMPLETED)
+def test_cache_made_without_gradients_is_completed(kind, recipe, device):
+    """Inference stores no columnwise bytes; a training step that needs them makes them."""
+    module = build(kind, device, dtype=BF16, recipe=recipe)
+    recipe = recipe_of(recipe)
     x = random(16, K, dtype=BF16, device=device)
     expected = run(module, x, recipe)
     with torch.no_grad(), te.autocast(recipe=recipe):

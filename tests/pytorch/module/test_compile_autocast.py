@@ -21,7 +21,7 @@ from compile_support import (
     with_recipe,
 )
 
-# Every module and every recipe, but not all pairs.
+# Every module and every format, but not all pairs.
 CASES = [
     ("Linear", "none"),
     ("Linear", "delayed"),
@@ -29,6 +29,12 @@ CASES = [
     ("LayerNormMLP", "current"),
     ("LayerNormMLP", "delayed"),
     ("LayerNorm", "none"),
+    ("Linear", "block"),
+    ("LayerNormLinear", "mxfp8"),
+    ("LayerNormMLP", "nvfp4"),
+    ("LayerNormMLP", "mxfp8_dq"),
+    ("LayerNormMLP", "custom_two_formats"),
+    ("LayerNormLinear", "custom_delayed"),
 ]
 
 # --- autocast -------------------------------------------------------------------------------------
@@ -50,16 +56,23 @@ NESTED = [
     ("delayed", "current"),
     ("current", "delayed"),
     ("delayed", "delayed"),
+    ("nvfp4", "mxfp8"),
+    ("delayed", "nvfp4"),
+    ("block", "custom_delayed"),
+    ("custom_two_formats", "custom_from_dequantized"),
 ]
 
 
-PLACES = [(*pair, "inside") for pair in NESTED] + [(*pair, "around") for pair in NESTED[:4:3]]
+PLACES = [(*pair, "inside") for pair in NESTED]
+PLACES += [(*pair, "around") for pair in (NESTED[0], NESTED[3], NESTED[6])]
 
 
 @pytest.mark.parametrize("outer,inner,place", PLACES)
 def test_nested_autocast(outer, inner, place, device):
     """The innermost region counts; delayed scales are renewed at the end of the outermost one."""
-    modules = [build(kind, device, width=K) for kind in ("LayerNormLinear", "Linear", "Linear")]
+    # A width that fits all recipes.
+    kinds = ("LayerNormLinear", "Linear", "Linear")
+    modules = [build(kind, device, width=K, recipe="mxfp8") for kind in kinds]
     twins = Twins(torch.nn.ModuleList(modules), nested)
     outer, inner = recipe_of(outer), recipe_of(inner)
     for seed in range(3):
@@ -77,7 +90,8 @@ def test_nested_autocast(outer, inner, place, device):
 @pytest.mark.parametrize("kind,recipe", CASES)
 def test_autocast_around_the_compiled_function(kind, recipe, device):
     """Entered outside: one graph per recipe value, backward in or after the region."""
-    twins, counts = Twins(build(kind, device), plain), []
+    options = {"recipe": recipe} if kind != "LayerNorm" else {}
+    twins, counts = Twins(build(kind, device, **options), plain), []
     for seed in range(4):
         x, current = random(16, K, device=device, seed=seed), recipe_of(recipe)
         context = te.autocast(recipe=current) if current is not None else nullcontext()
@@ -139,7 +153,9 @@ def torch_autocast_inside(module, x, recipe):
 def test_torch_autocast(kind, recipe, place, device):
     """fp32 parameters under bf16 torch.autocast: bf16 outputs, fp32 gradients."""
     call = torch_autocast_inside if place == "inside" else with_recipe
-    twins, recipe = Twins(build(kind, device, dtype=torch.float32), call), recipe_of(recipe)
+    options = {"recipe": recipe} if kind != "LayerNorm" else {}
+    module = build(kind, device, dtype=torch.float32, **options)
+    twins, recipe = Twins(module, call), recipe_of(recipe)
     for seed in range(2):
         x = random(16, K, device=device, seed=seed, dtype=torch.float32)
         around = torch.autocast(device, dtype=torch.bfloat16) if place != "inside" else None

@@ -10,10 +10,13 @@ from torch._dynamo.utils import counters
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import Float8CurrentScaling
+from transformer_engine.pytorch.formats.layout import Quantized
 
 from compile_support import (
+    FEW_OTHERS,
     GEMM_MODULES,
     K,
+    OTHER_RECIPES,
     RECIPES,
     Twins,
     assert_same_bits,
@@ -26,13 +29,17 @@ from compile_support import (
 )
 
 MICROBATCHES = (True, False, False)
-BYTES = ("_data", "_transpose_padded", "_scale_inv")
-# What does not need the whole matrix: every module, both recipes, both backward amaxes of the MLP.
+# What does not need the whole matrix: every module, both per-tensor recipes, both backward amaxes
+# of the MLP; each format of blocks, and one weight whose orientations differ.
 PAIRS = [
     ("Linear", "current"),
     ("LayerNormLinear", "delayed"),
     ("LayerNormMLP", "current"),
     ("LayerNormMLP", "delayed"),
+    ("LayerNormLinear", "block"),
+    ("LayerNormMLP", "mxfp8_2d"),
+    ("Linear", "nvfp4"),
+    ("LayerNormMLP", "custom_two_formats"),
 ]
 
 
@@ -42,9 +49,10 @@ def call(module, x, recipe, first):
         return module(x, is_first_microbatch=first)
 
 
-def make(kind, device):
+def make(kind, device, recipe="none"):
     """A module with all gradients; the MLP with a gated activation."""
-    return build(kind, device, **({"activation": "swiglu"} if kind == "LayerNormMLP" else {}))
+    options = {"activation": "swiglu"} if kind == "LayerNormMLP" else {}
+    return build(kind, device, recipe=recipe, **options)
 
 
 def weights_of(kind):
@@ -58,12 +66,15 @@ def cache_of(module):
 
 
 def assert_same_cache(twins):
-    """Compiled and eager module cached the same bytes."""
+    """Compiled and eager module cached the same bytes, in storages of the same kind."""
     tested, eager = cache_of(twins.module), cache_of(twins.eager)
     assert set(tested) == set(eager)
     for name, entry in tested.items():
-        for field in BYTES:
-            assert_same_bits(getattr(entry, field), getattr(eager[name], field), f"{name} {field}")
+        assert type(entry) is type(eager[name]) and entry.quant == eager[name].quant
+        buffers = entry.operand_buffers(), eager[name].operand_buffers()
+        assert any(buffer is not None for buffer in buffers[0])
+        for field, *pair in zip(Quantized._fields, *buffers, strict=True):
+            assert_same_bits(*pair, f"{name} {field}")
 
 
 def step_all(twins, optimizers):
@@ -74,15 +85,15 @@ def step_all(twins, optimizers):
     twins.compare()
 
 
-def run_regression(kind, recipe, deferred, device, backend="aot_eager", **options):
-    """Five minibatches of three microbatches, an optimizer step after each."""
-    twins, quantized = Twins(make(kind, device), call, backend, **options), recipe != "none"
+def run_regression(kind, recipe, deferred, device, backend="aot_eager", count=5, **options):
+    """``count`` minibatches of three microbatches, an optimizer step after each."""
+    twins, quantized = Twins(make(kind, device, recipe), call, backend, **options), recipe != "none"
     recipe = recipe_of(recipe)
     optimizers = [
         torch.optim.SGD(module.parameters(), lr=0.5) for module in (twins.module, twins.eager)
     ]
     previous, counts = {}, []
-    for minibatch in range(5):
+    for minibatch in range(count):
         if device == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
         waiting = []
@@ -105,18 +116,18 @@ def run_regression(kind, recipe, deferred, device, backend="aot_eager", **option
         step_all(twins, optimizers)
         counts.append(graphs())
     assert counts[-1] <= 3
-    assert counts[1:] == [counts[1]] * 4
+    assert counts[1:] == [counts[1]] * (count - 1)
 
 
 @pytest.mark.parametrize("deferred", (False, True), ids=("immediate", "deferred"))
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", (*RECIPES, *OTHER_RECIPES))
 @pytest.mark.parametrize("kind", GEMM_MODULES)
 def test_microbatches(kind, recipe, deferred, device):
     """The cache is replaced exactly on the first microbatch; everything equals eager."""
-    run_regression(kind, recipe, deferred, device)
+    run_regression(kind, recipe, deferred, device, count=5 if recipe in RECIPES else 2)
 
 
-@pytest.mark.parametrize("kind,recipe", PAIRS[:3])
+@pytest.mark.parametrize("kind,recipe", (*PAIRS[:3], ("LayerNormMLP", "nvfp4")))
 def test_microbatches_inductor(kind, recipe, device):
     """The same with the default backend."""
     run_regression(kind, recipe, kind != "Linear", device, backend="inductor")
@@ -124,7 +135,7 @@ def test_microbatches_inductor(kind, recipe, device):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
 @pytest.mark.parametrize("deferred", (False, True), ids=("immediate", "deferred"))
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", (*RECIPES, *FEW_OTHERS))
 @pytest.mark.parametrize("kind", GEMM_MODULES)
 def test_microbatches_cuda_graphs(kind, recipe, deferred):
     """CUDA graphs from the first call on: nothing is skipped, nothing overwritten."""
@@ -133,11 +144,11 @@ def test_microbatches_cuda_graphs(kind, recipe, deferred):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", (*RECIPES, *OTHER_RECIPES))
 @pytest.mark.parametrize("kind", GEMM_MODULES)
 def test_cold_cuda_graphs(kind, recipe):
     """No eager call before: four training calls without a cache, all equal to eager."""
-    module = make(kind, "cuda")
+    module = make(kind, "cuda", recipe)
     twins = Twins(module, with_recipe, backend=None, mode="reduce-overhead")
     recipe = recipe_of(recipe)
     for step in range(4):
@@ -151,7 +162,7 @@ def test_cold_cuda_graphs(kind, recipe):
 @pytest.mark.parametrize("kind,recipe", PAIRS)
 def test_stale_by_design(kind, recipe, device):
     """False after a change of the weights uses the old bytes; True then takes the new weights."""
-    twins, kept = Twins(make(kind, device), call), recipe_of(recipe)
+    twins, kept = Twins(make(kind, device, recipe), call), recipe_of(recipe)
     x = random(16, K, device=device)
     twins.step(x, kept, True)
     stale = cache_of(twins.module)
@@ -169,13 +180,13 @@ def test_stale_by_design(kind, recipe, device):
 @pytest.mark.parametrize("kind,recipe", PAIRS)
 def test_none_leaves_the_cache_alone(kind, recipe, device):
     """None computes from the weights as they are, and the next False finds the old cache."""
-    twins, recipe = Twins(make(kind, device), call), recipe_of(recipe)
+    twins, recipe = Twins(make(kind, device, recipe), call), recipe_of(recipe)
     x = random(16, K, device=device)
     twins.step(x, recipe, None)
     assert not cache_of(twins.module)
     twins.step(x, recipe, True)
     kept = cache_of(twins.module)
-    contents = {name: entry._data.clone() for name, entry in kept.items()}
+    contents = {name: entry.operand_buffers().row.clone() for name, entry in kept.items()}
     with torch.no_grad():
         for module in (twins.module, twins.eager):
             for name in weights_of(kind):
@@ -185,14 +196,14 @@ def test_none_leaves_the_cache_alone(kind, recipe, device):
         assert cache_of(twins.module) == kept
         assert_same_cache(twins)
     for name, entry in kept.items():
-        assert same_bits(entry._data, contents[name])
+        assert same_bits(entry.operand_buffers().row, contents[name])
     assert graphs() <= 4
 
 
 @pytest.mark.parametrize("kind,recipe", PAIRS)
 def test_false_without_a_cache(kind, recipe, device):
     """The very first call may say False: a cache is made, and kept from then on."""
-    twins, recipe = Twins(make(kind, device), call), recipe_of(recipe)
+    twins, recipe = Twins(make(kind, device, recipe), call), recipe_of(recipe)
     for seed in range(3):
         twins.step(random(16, K, device=device, seed=seed), recipe, False)
         assert set(cache_of(twins.module)) == set(weights_of(kind))
@@ -207,7 +218,7 @@ def test_false_without_a_cache(kind, recipe, device):
 def test_cache_made_in_inference_is_completed(kind, recipe, device):
     """A cache made without gradients lacks what backward reads: training makes it anew."""
     context = torch.inference_mode if kind != "Linear" and recipe == "current" else torch.no_grad
-    twins, recipe = Twins(make(kind, device), call), recipe_of(recipe)
+    twins, recipe = Twins(make(kind, device, recipe), call), recipe_of(recipe)
     x = random(16, K, device=device)
     for module in (twins.module, twins.eager):
         module.eval()
@@ -219,14 +230,14 @@ def test_cache_made_in_inference_is_completed(kind, recipe, device):
             ]
         assert_same_bits(*results, "output")
     lacking = cache_of(twins.module)
-    assert all(entry._transpose_padded is None for entry in lacking.values())
+    assert all(entry.operand_buffers().col is None for entry in lacking.values())
     for module in (twins.module, twins.eager):
         module.train()
     for seed in range(3):
         twins.step(x, recipe, False, seed=seed)
         assert_same_cache(twins)
         completed = cache_of(twins.module)
-        assert all(entry._transpose_padded is not None for entry in completed.values())
+        assert all(entry.operand_buffers().col is not None for entry in completed.values())
         assert not seed or completed == kept
         kept = completed
     with context():  # and inference goes on with the complete cache
@@ -239,7 +250,7 @@ def test_cache_made_in_inference_is_completed(kind, recipe, device):
 def test_mixing_eager_and_compiled_calls(kind, recipe, device):
     """One cache serves both: whoever makes it, the other uses it."""
     order = (True, False) if recipe == "current" else (False, True)
-    twins, recipe = Twins(make(kind, device), call), recipe_of(recipe)
+    twins, recipe = Twins(make(kind, device, recipe), call), recipe_of(recipe)
     for minibatch in range(2):
         for i, first in enumerate(MICROBATCHES):
             before = cache_of(twins.module)
@@ -265,6 +276,20 @@ def test_cache_of_another_recipe_is_not_used(device):
         assert_same_cache(twins)
 
 
+@pytest.mark.parametrize("other", ("mxfp8", "mxfp8_2d", "nvfp4", "custom_two_formats"))
+@pytest.mark.parametrize("one", ("delayed", "block"))
+def test_cache_of_another_format_is_not_used(one, other, device):
+    """The same between formats, and between options of one."""
+    twins = Twins(make("LayerNormMLP", device), call)
+    x, recipes = random(16, K, device=device), (recipe_of(one), recipe_of(other))
+    for recipe in (*recipes, *recipes):
+        twins.step(x, recipe, False)
+        assert_same_cache(twins)
+        kept = cache_of(twins.module)
+        twins.step(x, recipe, False)
+        assert cache_of(twins.module) == kept
+
+
 @pytest.mark.parametrize("override", (None, "dequantized"))
 def test_what_becomes_of_a_cache_from_inference_mode(override, device):
     """Such tensors can not be saved for backward: eager and compiled code renew them alike."""
@@ -285,7 +310,8 @@ def test_what_becomes_of_a_cache_from_inference_mode(override, device):
             for entries in zip(
                 *(cache_of(module).values() for module in (twins.module, twins.eager))
             ):
-                assert_same_bits(*(entry._data for entry in entries), "cached bytes")
+                rows = [entry.operand_buffers().row for entry in entries]
+                assert_same_bits(*rows, "cached bytes")
 
 
 def test_recipe_change_keeps_the_cache(device):

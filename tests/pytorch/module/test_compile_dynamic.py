@@ -10,8 +10,10 @@ import torch
 
 from compile_support import (
     FFN,
+    GEMM_MODULES,
     K,
     N,
+    OTHER_RECIPES,
     Twins,
     build,
     graphs,
@@ -20,10 +22,13 @@ from compile_support import (
     with_recipe,
 )
 
-# Every module and every recipe, but not all pairs.
+# Every module and every per-tensor recipe, but not all pairs.
 FEW = [("Linear", "delayed"), ("LayerNormLinear", "none"), ("LayerNormMLP", "current")]
 CASES = [*FEW, ("Linear", "current"), ("LayerNormMLP", "delayed")]
 CASES += [("LayerNorm", "none"), ("RMSNorm", "none")]
+# The other recipes, on one module each; and one of each format.
+OTHERS = [(GEMM_MODULES[i % 3], recipe) for i, recipe in enumerate(OTHER_RECIPES)]
+FORMATS = [("Linear", "nvfp4"), ("LayerNormMLP", "mxfp8"), ("LayerNormLinear", "block")]
 
 
 def marked(*dims, mark=torch._dynamo.mark_dynamic):
@@ -57,6 +62,14 @@ def test_mark_dynamic(kind, recipe, device):
     assert counts[5:] == [counts[5]] * 5
 
 
+@pytest.mark.parametrize("kind,recipe", OTHERS)
+def test_any_number_of_rows(kind, recipe, device):
+    """No number of rows is refused by any other recipe, nor gets a graph of its own."""
+    twins, recipe = Twins(build(kind, device, recipe=recipe)), recipe_of(recipe)
+    shapes = [(rows, K) for rows in (33, 7, 1, 0, 128)]
+    assert steps(twins, shapes, recipe, device, view=marked(0)) == [1, 1, 2, 3, 3]
+
+
 @pytest.mark.parametrize("kind,recipe", CASES)
 def test_dynamic_true(kind, recipe, device):
     """``dynamic=True``: one graph from the first call on."""
@@ -64,52 +77,60 @@ def test_dynamic_true(kind, recipe, device):
     assert steps(twins, [(16, K), (32, K), (48, K), (7, K)], recipe, device) == [1] * 4
 
 
-@pytest.mark.parametrize("kind,recipe", CASES)
+@pytest.mark.parametrize("kind,recipe", CASES + FORMATS)
 def test_automatic_dynamic(kind, recipe, device):
     """Default: the second size makes the batch dynamic; then the number of graphs stays."""
-    twins, recipe = Twins(build(kind, device)), recipe_of(recipe)
+    twins, recipe = Twins(build(kind, device, recipe=recipe)), recipe_of(recipe)
     shapes = [(16, K), (16, K), (32, K), (48, K), (7, K), (16, K)]
     assert steps(twins, shapes, recipe, device) == [1, 1, 2, 2, 2, 2]
 
 
-UNBACKED = [(*case, "aot_eager") for case in CASES] + [("LayerNormMLP", "delayed", "inductor")]
+UNBACKED = [(*case, "aot_eager") for case in CASES + OTHERS[::2]]
+UNBACKED += [("LayerNormMLP", recipe, "inductor") for recipe in ("delayed", "nvfp4")]
 
 
 @pytest.mark.parametrize("kind,recipe,backend", UNBACKED)
 def test_mark_unbacked(kind, recipe, backend, device):
     """An unbacked batch: one graph for every size, one row and no row included."""
-    twins, recipe = Twins(build(kind, device), backend=backend), recipe_of(recipe)
+    twins = Twins(build(kind, device, recipe=recipe), backend=backend)
+    recipe = recipe_of(recipe)
     unbacked = marked(0, mark=torch._dynamo.decorators.mark_unbacked)
     shapes = [(rows, K) for rows in (16, 0, 1, 7)]
     assert steps(twins, shapes, recipe, device, view=unbacked) == [1] * 4
 
 
-@pytest.mark.parametrize("kind,recipe", FEW)
+@pytest.mark.parametrize("kind,recipe", FEW + FORMATS)
 def test_two_dynamic_dimensions(kind, recipe, device):
     """Sequence and batch of a 3-D input vary on their own."""
-    twins, recipe = Twins(build(kind, device)), recipe_of(recipe)
+    twins, recipe = Twins(build(kind, device, recipe=recipe)), recipe_of(recipe)
     shapes = [(16, 2, K), (8, 3, K), (5, 7, K), (2, 2, K), (16, 4, K)]
     assert steps(twins, shapes, recipe, device, view=marked(0, 1)) == [1] * 5
 
 
 @pytest.mark.parametrize("shape", ((K,), (1, K), (6, 2, K), (3, 1, K), (2, 3, 4, K), (0, 3, K)))
-@pytest.mark.parametrize("kind,recipe", FEW + CASES[-2:])
+@pytest.mark.parametrize("kind,recipe", FEW + CASES[-2:] + FORMATS)
 def test_ranks(kind, recipe, shape, device):
     """Inputs of one to four dimensions; a gemm module gives a 1-D input a leading dimension."""
-    twins = Twins(build(kind, device))
+    twins = Twins(build(kind, device, recipe=recipe))
     y, *_ = twins.step(random(*shape, device=device), recipe_of(recipe))
     lead = shape[:-1] if len(shape) > 1 or kind in ("LayerNorm", "RMSNorm") else (1,)
     assert y.shape[:-1] == torch.Size(lead)
     assert graphs() == 1
 
 
-@pytest.mark.parametrize(
-    "kind,recipe", (("LayerNormLinear", "delayed"), ("LayerNormMLP", "current"))
-)
-def test_returned_norm_output(kind, recipe, device):
+RETURNED = [("LayerNormLinear", "delayed", "inductor"), ("LayerNormMLP", "current", "inductor")]
+RETURNED += [
+    (("LayerNormMLP", "LayerNormLinear")[i % 2], recipe, "aot_eager")
+    for i, recipe in enumerate(OTHER_RECIPES)
+]
+
+
+@pytest.mark.parametrize("kind,recipe,backend", RETURNED)
+def test_returned_norm_output(kind, recipe, backend, device):
     """The returned norm output follows the dynamic shape of the input, gradient included."""
-    module = build(kind, device, return_layernorm_output=True, return_bias=True)
-    twins, recipe = Twins(module, backend="inductor", dynamic=True), recipe_of(recipe)
+    options = {"return_layernorm_output": True, "return_bias": True}
+    module = build(kind, device, recipe=recipe, **options)
+    twins, recipe = Twins(module, backend=backend, dynamic=True), recipe_of(recipe)
     for i, (rows, columns) in enumerate(((4, 3), (5, 2), (2, 9))):
         x = random(rows, columns, K, device=device, seed=i)
         _, _, ln_out = twins.step(x, recipe, seed=i)
@@ -118,10 +139,10 @@ def test_returned_norm_output(kind, recipe, device):
 
 
 @pytest.mark.parametrize("first", (K, N, FFN, 3))
-@pytest.mark.parametrize("kind,recipe", FEW)
+@pytest.mark.parametrize("kind,recipe", FEW + FORMATS[:2])
 def test_batch_equals_a_feature_dimension(kind, recipe, first, device):
     """A batch as large as a feature dimension, or the amax history, does not fix the batch."""
-    twins, recipe = Twins(build(kind, device)), recipe_of(recipe)
+    twins, recipe = Twins(build(kind, device, recipe=recipe)), recipe_of(recipe)
     shapes = [(first, K), (16, K), (5, K), (first, K)]
     assert steps(twins, shapes, recipe, device, view=marked(0)) == [1] * 4
 

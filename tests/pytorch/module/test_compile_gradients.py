@@ -11,6 +11,7 @@ from compile_support import (
     GEMM_MODULES,
     K,
     NORMS,
+    OTHER_RECIPES,
     RECIPES,
     Twins,
     build,
@@ -20,8 +21,9 @@ from compile_support import (
     with_recipe,
 )
 
-# Every module and every recipe, but not all pairs.
+# Every module and every per-tensor recipe, but not all pairs; one of each format.
 FEW = [("Linear", "delayed"), ("LayerNormLinear", "current"), ("LayerNormMLP", "delayed")]
+FORMATS = [("LayerNormMLP", "nvfp4"), ("LayerNormLinear", "mxfp8"), ("Linear", "block")]
 
 
 def freeze(twins, frozen):
@@ -40,12 +42,17 @@ OUTPUT_CASES = [
     for recipe in RECIPES
 ]
 OUTPUT_CASES += [("LayerNormLinear", "delayed", "inductor"), ("LayerNormMLP", "none", "inductor")]
+OUTPUT_CASES += [
+    (("LayerNormLinear", "LayerNormMLP")[i % 2], recipe, "aot_eager")
+    for i, recipe in enumerate(OTHER_RECIPES)
+]
 
 
 @pytest.mark.parametrize("kind,recipe,backend", OUTPUT_CASES)
 def test_gradients_through_any_output(kind, recipe, backend, device):
     """Through the output, through the norm output, through both; none of them is mixed up."""
-    module = build(kind, device, return_layernorm_output=True, normalization=NORMS[kind[-1] == "P"])
+    options = {"return_layernorm_output": True, "normalization": NORMS[kind[-1] == "P"]}
+    module = build(kind, device, recipe=recipe, **options)
     twins, recipe = Twins(module, backend=backend), recipe_of(recipe)
     for seed, outputs in enumerate(((0,), (1,), (0, 1), (1,))):
         twins.step(random(16, K, device=device, seed=seed), recipe, seed=seed, outputs=outputs)
@@ -79,8 +86,8 @@ def test_norm_output_changed_in_place(device):
         y, ln_out = with_recipe(module, x, recipe)
         return y, ln_out.mul_(2)
 
-    for recipe in ("current", "delayed"):
-        module = build("LayerNormLinear", device, return_layernorm_output=True)
+    for recipe in ("current", "delayed", "mxfp8", "block_dq"):
+        module = build("LayerNormLinear", device, recipe=recipe, return_layernorm_output=True)
         twins = Twins(module, call)
         twins.step(random(16, K, device=device), recipe_of(recipe))
 
@@ -111,13 +118,36 @@ def test_frozen_parameters(kind, part, x_grad, device):
         assert (param.grad is not None) == (part not in key)
 
 
+OTHER_FROZEN = [
+    ("LayerNormMLP", part, recipe)
+    for part in FROZEN["LayerNormMLP"]
+    for recipe in ("nvfp4", "custom_two_formats")
+]
+OTHER_FROZEN += [("LayerNormMLP", part, "mxfp8_dq") for part in ("fc1", "fc2_weight")]
+OTHER_FROZEN += [("LayerNormLinear", part, "mxfp8") for part in ("layer_norm", "weight", "bias")]
+OTHER_FROZEN += [("Linear", part, "block") for part in FROZEN["Linear"]]
+
+
+@pytest.mark.parametrize("kind,part,recipe", OTHER_FROZEN)
+def test_frozen_parameters_of_other_recipes(kind, part, recipe, device):
+    """The same, with and without the input's in turn."""
+    twins, kept = Twins(build(kind, device, recipe=recipe)), recipe_of(recipe)
+    freeze(twins, (part,))
+    for x_grad in (True, False):
+        twins.step(random(16, K, device=device), kept, x_grad=x_grad)
+        for key, param in twins.module.named_parameters():
+            assert (param.grad is not None) == (part not in key)
+
+
 TOGGLED = [(*case, "aot_eager") for case in FEW] + [("LayerNormMLP", "current", "inductor")]
+TOGGLED += [("LayerNormMLP", "nvfp4", "aot_eager")]
 
 
 @pytest.mark.parametrize("kind,recipe,backend", TOGGLED)
 def test_requires_grad_toggled_after_compilation(kind, recipe, backend, device):
     """Freezing and unfreezing is noticed by compiled code, on every torch version."""
-    twins, recipe = Twins(build(kind, device), backend=backend), recipe_of(recipe)
+    twins = Twins(build(kind, device, recipe=recipe), backend=backend)
+    recipe = recipe_of(recipe)
     everything = [name for name, _ in twins.module.named_parameters()]
     sequence = [(), ("weight",), (), tuple(everything), ("bias",), tuple(everything)]
     for seed, frozen in enumerate(sequence):
@@ -172,19 +202,19 @@ def test_parameters_replaced(kind, recipe, device):
 # --- several backward passes ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind,recipe", FEW)
+@pytest.mark.parametrize("kind,recipe", FEW + FORMATS)
 def test_accumulation(kind, recipe, device):
     """Gradients add up over backward passes without zero_grad."""
-    twins, recipe = Twins(build(kind, device)), recipe_of(recipe)
+    twins, recipe = Twins(build(kind, device, recipe=recipe)), recipe_of(recipe)
     for seed in range(3):
         twins.step(random(16, K, device=device, seed=seed), recipe, seed=seed)
     assert graphs() == 1
 
 
-@pytest.mark.parametrize("kind,recipe", FEW)
+@pytest.mark.parametrize("kind,recipe", FEW + FORMATS)
 def test_retain_graph(kind, recipe, device):
     """A second backward through the same forward gives the same again."""
-    twins, recipe = Twins(build(kind, device)), recipe_of(recipe)
+    twins, recipe = Twins(build(kind, device, recipe=recipe)), recipe_of(recipe)
     forward = twins.forward(random(16, K, device=device), recipe)
     forward.backward(retain_graph=True)
     forward.backward(retain_graph=True)
@@ -192,11 +222,14 @@ def test_retain_graph(kind, recipe, device):
     twins.step(random(16, K, device=device), recipe)
 
 
-@pytest.mark.parametrize("order", ("in_order", "reversed", "mixed"))
-@pytest.mark.parametrize("kind,recipe", FEW)
+DEFERRED = [(*case, order) for case in FEW for order in ("in_order", "reversed", "mixed")]
+DEFERRED += [(*case, "mixed") for case in FORMATS]
+
+
+@pytest.mark.parametrize("kind,recipe,order", DEFERRED)
 def test_deferred_backward(kind, recipe, order, device):
     """Several forward passes first, then the backward passes in any order (pipelines)."""
-    twins, recipe = Twins(build(kind, device)), recipe_of(recipe)
+    twins, recipe = Twins(build(kind, device, recipe=recipe)), recipe_of(recipe)
     for minibatch in range(2):
         waiting = []
         for i in range(3):
@@ -212,10 +245,10 @@ def test_deferred_backward(kind, recipe, order, device):
     assert graphs() == 1
 
 
-@pytest.mark.parametrize("kind,recipe", FEW)
+@pytest.mark.parametrize("kind,recipe", FEW + FORMATS)
 def test_backward_interrupted_by_inference(kind, recipe, device):
     """An inference call between forward and backward disturbs neither."""
-    twins, recipe = Twins(build(kind, device)), recipe_of(recipe)
+    twins, recipe = Twins(build(kind, device, recipe=recipe)), recipe_of(recipe)
     for seed in range(2):
         forward = twins.forward(random(16, K, device=device, seed=seed), recipe)
         with torch.no_grad():
@@ -224,10 +257,10 @@ def test_backward_interrupted_by_inference(kind, recipe, device):
         twins.zero_grad()
 
 
-@pytest.mark.parametrize("kind,recipe", FEW)
+@pytest.mark.parametrize("kind,recipe", FEW + FORMATS)
 def test_forward_without_backward(kind, recipe, device):
     """Dropped forward passes leave the same state behind."""
-    twins, recipe = Twins(build(kind, device)), recipe_of(recipe)
+    twins, recipe = Twins(build(kind, device, recipe=recipe)), recipe_of(recipe)
     for seed in range(4):
         forward = twins.forward(random(16, K, device=device, seed=seed), recipe)
         if seed % 2:

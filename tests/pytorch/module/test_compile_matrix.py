@@ -17,6 +17,7 @@ from compile_support import (
     GEMM_MODULES,
     K,
     NORMS,
+    OTHER_RECIPES,
     RECIPES,
     Twins,
     as_tuple,
@@ -69,6 +70,23 @@ def test_flags(kind, recipe, index, device):
     train(build(kind, device, normalization=norm, **options), recipe, device)
 
 
+# The flags do not know the format: each other recipe meets two sets, each set some recipes.
+OTHER_FLAGS = [
+    (kind, recipe, (start + 3 * i) % len(FLAGS))
+    for start, recipe in enumerate(OTHER_RECIPES)
+    for i, kind in enumerate(("LayerNormLinear", "LayerNormMLP"))
+]
+
+
+@pytest.mark.parametrize("kind,recipe,index", OTHER_FLAGS)
+def test_flags_of_other_recipes(kind, recipe, index, device):
+    """As `test_flags`."""
+    norm = NORMS[(index + OTHER_RECIPES.index(recipe)) % 2]
+    options = {} if kind == "LayerNormLinear" else {"activation": ("swiglu", "gelu")[index % 2]}
+    options.update(FLAGS[index], normalization=norm, recipe=recipe)
+    train(build(kind, device, **options), recipe, device)
+
+
 @pytest.mark.parametrize("flags", FLAGS[:3] + ({"bias": False, "return_bias": True},), ids=named)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_linear_flags(recipe, flags, device):
@@ -76,9 +94,19 @@ def test_linear_flags(recipe, flags, device):
     train(build("Linear", device, **flags), recipe, device)
 
 
+@pytest.mark.parametrize("recipe", OTHER_RECIPES)
+def test_linear_of_other_recipes(recipe, device):
+    """Each with one of the options above."""
+    flags = FLAGS[OTHER_RECIPES.index(recipe) % 3]
+    train(build("Linear", device, recipe=recipe, **flags), recipe, device)
+
+
 ACTIVATION_CASES = [(activation, "delayed") for activation in sorted(ACTIVATIONS)]
 ACTIVATION_CASES += [
     (activation, ("none", "current")[i % 2]) for i, activation in enumerate(sorted(ACTIVATIONS))
+]
+ACTIVATION_CASES += [
+    (activation, OTHER_RECIPES[i]) for i, activation in enumerate(sorted(ACTIVATIONS))
 ]
 
 
@@ -91,12 +119,16 @@ def test_activations(activation, recipe, device):
     train(build("LayerNormMLP", device, **options), recipe, device)
 
 
-@pytest.mark.parametrize("dtype", (FP16, FP32), ids=str)
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kind", GEMM_MODULES)
+DTYPE_CASES = [(kind, r, dtype) for kind in GEMM_MODULES for r in RECIPES for dtype in (FP16, FP32)]
+DTYPE_CASES += [
+    (GEMM_MODULES[i % 3], recipe, (FP16, FP32)[i % 2]) for i, recipe in enumerate(OTHER_RECIPES)
+]
+
+
+@pytest.mark.parametrize("kind,recipe,dtype", DTYPE_CASES)
 def test_dtypes(kind, recipe, dtype, device):
     """The other activation dtypes; FP8 GEMMs of fp32 modules add a bf16 bias."""
-    train(build(kind, device, dtype=dtype), recipe, device, dtype)
+    train(build(kind, device, dtype=dtype, recipe=recipe), recipe, device, dtype)
 
 
 @pytest.mark.parametrize("dtype", (BF16, FP16, FP32), ids=str)
@@ -115,11 +147,15 @@ def test_split_parameters(kind, split, recipe, device):
     train(build(kind, device, parameters_split=split), recipe, device)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kind", GEMM_MODULES)
+INDUCTOR = [(kind, recipe) for kind in GEMM_MODULES for recipe in RECIPES]
+INDUCTOR += [("LayerNormMLP", recipe) for recipe in ("block", "mxfp8", "nvfp4", "custom_delayed")]
+INDUCTOR += [("LayerNormLinear", "nvfp4_row_scaled"), ("Linear", "custom_two_formats")]
+
+
+@pytest.mark.parametrize("kind,recipe", INDUCTOR)
 def test_inductor(kind, recipe, device):
     """The default backend: C++ on the CPU, Triton on CUDA."""
-    options = {"return_bias": True}
+    options = {"return_bias": True, "recipe": recipe}
     if kind != "Linear":
         options["return_layernorm_output"] = True
     if kind == "LayerNormMLP":
@@ -186,15 +222,18 @@ def assert_fresh(arguments, results):
 FROZEN = ((), ("x",), ("weight",), ("norm", "x"), ("fc1", "norm", "x"), ("bias",), ("",))
 
 
+FAKE_CASES = [(kind, recipe) for kind in (*GEMM_MODULES, *NORMS) for recipe in RECIPES]
+FAKE_CASES += [(kind, recipe) for kind in GEMM_MODULES for recipe in OTHER_RECIPES]
+
+
 @pytest.mark.parametrize("rows", (24, 1, 0))
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kind", (*GEMM_MODULES, *NORMS))
+@pytest.mark.parametrize("kind,recipe", FAKE_CASES)
 def test_fake_equals_real(kind, recipe, rows, device, monkeypatch):
     """Presence, shape, dtype, strides and device of every result of every module op."""
     for i, frozen in enumerate(FROZEN):
         options = {}
         if kind not in NORMS:
-            options = dict(FLAGS[i % 3])
+            options = {"recipe": recipe, **FLAGS[i % 3]}
         if kind not in ("Linear", *NORMS):
             options.update(
                 return_layernorm_output=i % 2 == 1, normalization=NORMS[i % 2], bias=i % 3 != 1

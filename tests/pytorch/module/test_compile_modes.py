@@ -5,7 +5,15 @@ import pytest
 import torch
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import Format, Float8CurrentScaling, MMParams, QParams
+from transformer_engine.common.recipe import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MMParams,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QParams,
+)
 
 from compile_support import (
     GEMM_MODULES,
@@ -23,9 +31,13 @@ from compile_support import (
     with_recipe,
 )
 
-# Every module and every recipe, but not all pairs.
+# Every module and every per-tensor recipe, but not all pairs.
 FEW = [("Linear", "delayed"), ("LayerNormLinear", "current"), ("LayerNormMLP", "delayed")]
 CASES = [*FEW, ("Linear", "none"), ("LayerNormMLP", "current"), ("LayerNorm", "none")]
+OTHERS = [("LayerNormMLP", "nvfp4"), ("LayerNormLinear", "mxfp8"), ("Linear", "block")]
+OTHERS += [("LayerNormMLP", "custom_two_formats"), ("LayerNormMLP", "custom_delayed")]
+OTHERS += [("LayerNormMLP", "mxfp8_dq"), ("LayerNormLinear", "nvfp4_row_scaled")]
+CASES += OTHERS
 WITH_BACKEND = [(*case, "aot_eager") for case in CASES] + [("LayerNormMLP", "delayed", "inductor")]
 
 
@@ -47,7 +59,7 @@ def inference(twins, context, x, recipe):
 def test_training_and_inference_in_turn(kind, recipe, backend, device):
     """train, no_grad, eval, inference_mode and train again: one graph per mode, none is stale."""
     options = {"return_layernorm_output": True} if kind.startswith("LayerNorm") else {}
-    options = {} if kind in NORMS else options
+    options = {} if kind in NORMS else {"recipe": recipe, **options}
     twins, kept = Twins(build(kind, device, **options), backend=backend), recipe_of(recipe)
     counts = []
     for turn in range(3):
@@ -63,8 +75,8 @@ def test_training_and_inference_in_turn(kind, recipe, backend, device):
 
 def test_inference_first(device):
     """A compiled module whose first call is in inference mode can train afterwards."""
-    for kind, recipe in FEW:
-        twins, kept = Twins(build(kind, device)), recipe_of(recipe)
+    for kind, recipe in FEW + OTHERS[:3]:
+        twins, kept = Twins(build(kind, device, recipe=recipe)), recipe_of(recipe)
         x = random(16, K, device=device)
         inference(twins, torch.inference_mode, x, kept)
         for seed in range(2):
@@ -93,12 +105,14 @@ def twice_in_a_row(module, x, recipe):
 
 TWICE = [(*case, call) for case in FEW for call in (twice_in_one_region, twice_in_two_regions)]
 TWICE += [("LayerNormMLP", recipe, twice_in_a_row) for recipe in RECIPES]
+TWICE += [(*OTHERS[i], twice_in_one_region) for i in (0, 1, 3)]
+TWICE += [("LayerNormMLP", r, twice_in_two_regions) for r in ("custom_delayed", "nvfp4")]
 
 
 @pytest.mark.parametrize("kind,recipe,call", TWICE)
 def test_same_module_twice(kind, recipe, call, device):
     """Gradients of both uses add up; scales and histories as in eager."""
-    twins, recipe = Twins(build(kind, device), call), recipe_of(recipe)
+    twins, recipe = Twins(build(kind, device, recipe=recipe), call), recipe_of(recipe)
     for seed in range(3):
         twins.step(random(16, K, device=device, seed=seed), recipe, seed=seed)
         twins.zero_grad()
@@ -119,6 +133,7 @@ def test_instances_in_one_graph(kind, recipe, device):
         options = [{}, {"bias": False}, {}]
     if kind == "LayerNormMLP":
         options[2].update(activation="swiglu", normalization="RMSNorm")
+    options = [{"recipe": recipe, **opts} for opts in options] if kind not in NORMS else options
     modules = [build(kind, device, seed=i, **opts) for i, opts in enumerate(options)]
     twins, recipe = Twins(torch.nn.ModuleList(modules), in_turn), recipe_of(recipe)
     for seed, order in enumerate(((0, 1, 2), (2, 1, 0), (0, 1, 2), (2, 1, 0))):
@@ -142,6 +157,17 @@ def test_recipes_switched_between_calls(kind, device):
         twins.zero_grad()
         counts.append(graphs())
     assert counts == [1, 1, 2, 3, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("kind", GEMM_MODULES)
+def test_formats_switched_between_calls(kind, device):
+    """The same over the formats, a custom recipe among them."""
+    twins = Twins(build(kind, device, recipe="mxfp8"))
+    names = ("block", "mxfp8", "nvfp4", "custom_two_formats", "mxfp8_2d", "custom_delayed")
+    for seed, name in enumerate(names * 2):
+        twins.step(random(16, K, device=device, seed=seed), recipe_of(name), seed=seed)
+        twins.zero_grad()
+        assert graphs() == min(seed + 1, len(names))
 
 
 CHANGES = {
@@ -179,6 +205,34 @@ def test_recipe_changed_in_place(field, where, device):
         step(seed)
     assert counts in ([1, 2, 2, 2], [1, 1, 1, 1])
     assert (counts[-1] == 1) == (field == "use_power_2_scales")  # only read by the constructor
+
+
+BLOCK_CHANGES = [
+    (Float8BlockScaling, "fp8_format", Format.HYBRID),
+    (Float8BlockScaling, "w_block_scaling_dim", 1),
+    (Float8BlockScaling, "fp8_quant_bwd_grad", QParams(power_2_scale=False)),
+    (MXFP8BlockScaling, "enable_2d_quantization", True),
+    (MXFP8BlockScaling, "backward_override", "dequantized"),
+    (NVFP4BlockScaling, "row_scaled_activation", True),
+    (NVFP4BlockScaling, "nvfp4_4over6", "weights"),
+    (NVFP4BlockScaling, "fp4_quant_fwd_weight", QParams()),
+]
+
+
+@pytest.mark.parametrize("make,field,value", BLOCK_CHANGES)
+def test_block_recipe_changed_in_place(make, field, value, device):
+    """The same for recipes with scales of blocks."""
+    twins = Twins(build("LayerNormMLP", device))
+    recipe = make(disable_rht=True) if make is NVFP4BlockScaling else make()
+    x, old, outputs = random(16, K, device=device), getattr(recipe, field), []
+    for i, new in enumerate((old, value, old, value)):
+        setattr(recipe, field, new)
+        y, *_ = twins.step(x, recipe)
+        outputs.append((y, *(param.grad for param in twins.module.parameters())))
+        twins.zero_grad()
+        assert graphs() == min(i + 1, 2)
+    same = [[torch.equal(a, b) for a, b in zip(outputs[0], other)] for other in outputs[1:]]
+    assert not all(same[0]) and all(same[1]) and same[2] == same[0]
 
 
 @pytest.mark.parametrize(

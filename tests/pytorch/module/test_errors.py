@@ -6,7 +6,6 @@ import torch
 from eager_support import GEMM_MODULES, construct
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import Float8CurrentScaling
 
 
 @pytest.mark.parametrize(
@@ -59,7 +58,6 @@ def test_construction_errors(make, error, match):
         ("LayerNormLinear", {}, {"fp8_output": True}, "fp8_output"),
         ("Linear", {"fuse_wgrad_accumulation": True}, {}, "fuse_wgrad_accumulation"),
         ("LayerNormMLP", {"fuse_wgrad_accumulation": True}, {}, "fuse_wgrad_accumulation"),
-        ("LayerNormMLP", {"checkpoint": True}, {}, "checkpoint"),
         ("Linear", {"delay_wgrad_compute": True}, {}, "delay_wgrad_compute"),
     ],
 )
@@ -118,10 +116,3 @@ def test_norm_input_of_wrong_width():
             construct(kind)(torch.randn(4, 31))
         with pytest.raises(ValueError, match="normalized_shape"):
             getattr(te, kind)((3, 8), device="cpu")(torch.randn(8))
-
-
-def test_mlp_refuses_backward_override():
-    """As the reference: an AssertionError that says what to use."""
-    with te.autocast(recipe=Float8CurrentScaling(backward_override="dequantized")):
-        with pytest.raises(AssertionError, match="backward_override.*LayerNormLinear"):
-            construct("LayerNormMLP")(torch.randn(16, 32))

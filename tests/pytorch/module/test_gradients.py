@@ -3,17 +3,21 @@
 
 import copy
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 from eager_support import (
     BF16,
+    DRAWS,
     FP32,
     GEMM_MODULES,
     K,
     MODULES,
     NORMS,
+    OTHER_CASES,
+    OTHER_RECIPES,
     UNIT,
     as_tuple,
     assert_near,
@@ -23,10 +27,13 @@ from eager_support import (
     run,
 )
 
+from recipe_list import recipe_of
+
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
 RECIPES = {"none": lambda: None, "current": Float8CurrentScaling, "delayed": DelayedScaling}
+ALL_RECIPES = {**RECIPES, **{name: partial(recipe_of, name) for name in OTHER_RECIPES}}
 # A lone norm is not quantized.
 CASES = [(kind, r) for kind in MODULES for r in RECIPES if r == "none" or kind in GEMM_MODULES]
 ROWS = 12
@@ -42,6 +49,7 @@ def backward(outputs, which=None, **options):
     """Backward through the outputs, or through those numbered in ``which``."""
     which = range(len(outputs)) if which is None else which
     pairs = [(outputs[i], random(*outputs[i].shape, seed=70 + i).to(outputs[i])) for i in which]
+    torch.manual_seed(DRAWS)
     torch.autograd.backward(*zip(*pairs), **options)
 
 
@@ -63,14 +71,20 @@ FROZEN += [("LayerNormLinear", {"return_layernorm_output": True, "return_bias": 
 FROZEN += [("LayerNorm", {}), ("RMSNorm", {})]
 
 
+# A weight of "custom_two_formats" that is frozen draws no random numbers, so others draw its.
+OTHER_FROZEN = [(kind, {}, r) for kind, r in OTHER_CASES if r != "custom_two_formats"]
+
+
 @pytest.mark.parametrize(
     "kind,options,recipe",
-    [(*case, r) for case in FROZEN for r in RECIPES if (case[0], r) in CASES],
+    [(*case, r) for case in FROZEN for r in RECIPES if (case[0], r) in CASES] + OTHER_FROZEN,
     ids=str,
 )
 def test_every_frozen_subset(kind, options, recipe, device):
     """Each subset of input and parameters gets the gradients it gets when nothing is frozen."""
-    fresh, recipe = build(kind, device, dtype=BF16, **options), RECIPES[recipe]()
+    if kind in GEMM_MODULES:
+        options = {"recipe": recipe, **options}
+    fresh, recipe = build(kind, device, dtype=BF16, **options), ALL_RECIPES[recipe]()
     data = random(ROWS, K, dtype=BF16, device=device)
     names = ["x", *(name for name, _ in fresh.named_parameters())]
     expected = None
@@ -228,12 +242,16 @@ def test_gradients_accumulate(kind, recipe, device):
         assert torch.equal(param.grad, apart[0][name] + apart[1][name]), name
 
 
-@pytest.mark.parametrize("kind", GEMM_MODULES)
-@pytest.mark.parametrize("recipe", ("none", "current"))
+STATELESS = [(kind, recipe) for kind in GEMM_MODULES for recipe in ("none", "current")]
+STATELESS += [case for case in OTHER_CASES if case[1] != "custom_delayed"]
+
+
+@pytest.mark.parametrize("kind,recipe", STATELESS)
 @pytest.mark.parametrize("order", ((0, 1, 2), (2, 1, 0), (1, 2, 0)))
 def test_deferred_backward(kind, recipe, order, device):
     """Several forward passes, then their backward passes in any order, as pipelines do."""
-    module, recipe = build(kind, device, dtype=BF16), RECIPES[recipe]()
+    name = recipe
+    module, recipe = build(kind, device, dtype=BF16, recipe=name), ALL_RECIPES[name]()
     data = [random(ROWS + seed, K, dtype=BF16, device=device, seed=seed) for seed in range(3)]
     xs = [x.clone().requires_grad_() for x in data]
     outputs = [forward(module, x, recipe) for x in xs]
@@ -241,10 +259,11 @@ def test_deferred_backward(kind, recipe, order, device):
         module.zero_grad()
         backward(outputs[i])
         got = gradients(module, xs[i])
-        twin, x = build(kind, device, dtype=BF16), data[i].clone().requires_grad_()
+        twin = build(kind, device, dtype=BF16, recipe=name)
+        x = data[i].clone().requires_grad_()
         backward(forward(twin, x, recipe))
-        for name, grad in gradients(twin, x).items():
-            assert torch.equal(got[name], grad), name
+        for key, grad in gradients(twin, x).items():
+            assert torch.equal(got[key], grad), key
 
 
 @pytest.mark.parametrize("kind", MODULES)
@@ -271,17 +290,18 @@ def test_second_derivatives_are_refused(kind, recipe, device):
         dx.square().sum().backward()
 
 
-@pytest.mark.parametrize("kind", GEMM_MODULES)
-@pytest.mark.parametrize("recipe", ("none", "current"))
+@pytest.mark.parametrize("kind,recipe", STATELESS)
 @pytest.mark.parametrize("use_reentrant", (False, True))
 def test_torch_checkpoint(kind, recipe, use_reentrant, device):
     """Recomputation by the stock function changes no bit."""
-    module, recipe = build(kind, device, dtype=BF16), RECIPES[recipe]()
+    module = build(kind, device, dtype=BF16, recipe=recipe)
+    recipe = ALL_RECIPES[recipe]()
     data = random(ROWS, K, dtype=BF16, device=device)
     expected = run(module, data, recipe)
     module.zero_grad()
     x = data.clone().requires_grad_()
     y = checkpoint(lambda t: forward(module, t, recipe)[0], x, use_reentrant=use_reentrant)
+    torch.manual_seed(DRAWS)
     y.backward(expected.dys[0])
     assert torch.equal(y, expected.outputs[0])
     for name, grad in gradients(module, x).items():

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every shape and stride of inputs and gradients in eager, and special values."""
 
+from functools import partial
+
 import pytest
 import torch
 from eager_support import (
     BF16,
+    DRAWS,
     FP16,
     FP32,
     GEMM_MODULES,
     K,
     MODULES,
     N,
+    OTHER_CASES,
+    OTHER_RECIPES,
     UNIT,
     assert_product,
     assert_steps_near,
@@ -20,6 +25,7 @@ from eager_support import (
     random,
     run,
 )
+from recipe_list import out_features, recipe_of
 from references import Fp8
 
 import transformer_engine.pytorch as te
@@ -27,11 +33,13 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 
 RECIPES = {"none": lambda: None, "current": Float8CurrentScaling, "delayed": DelayedScaling}
 CASES = [(kind, r) for kind in MODULES for r in RECIPES if r == "none" or kind in GEMM_MODULES]
+ALL_RECIPES = {**RECIPES, **{name: partial(recipe_of, name) for name in OTHER_RECIPES}}
+ALL_CASES = CASES + OTHER_CASES
 
 
-def width(kind):
+def width(kind, recipe="none"):
     """Width of the output of a test module."""
-    return N if kind in ("Linear", "LayerNormLinear") else K
+    return out_features(recipe, N) if kind in ("Linear", "LayerNormLinear") else K
 
 
 def assert_same(step, expected):
@@ -45,7 +53,7 @@ def assert_same(step, expected):
 # --- leading dimensions --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind,recipe", CASES)
+@pytest.mark.parametrize("kind,recipe", ALL_CASES)
 @pytest.mark.parametrize("lead", ((12,), (3, 4), (2, 3, 2), (12, 1), (1, 12, 1, 1), (1,), (1, 1)))
 def test_leading_dimensions(kind, recipe, lead, device):
     """The output has the leading dimensions of the input, and the numbers of the flattened one."""
@@ -53,23 +61,31 @@ def test_leading_dimensions(kind, recipe, lead, device):
     for size in lead:
         rows *= size
     x = random(*lead, K, dtype=BF16, device=device)
-    dy = random(rows, width(kind), seed=1, dtype=BF16, device=device)
-    shaped = dy.view(*lead, width(kind))
-    step = run(build(kind, device, dtype=BF16), x, RECIPES[recipe](), [shaped])
-    flat = run(build(kind, device, dtype=BF16), x.view(rows, K), RECIPES[recipe](), [dy])
+    dy = random(rows, width(kind, recipe), seed=1, dtype=BF16, device=device)
+    shaped = dy.view(*lead, width(kind, recipe))
+    one, other = (make(kind, device, recipe) for _ in range(2))
+    step = run(one, x, ALL_RECIPES[recipe](), [shaped])
+    flat = run(other, x.view(rows, K), ALL_RECIPES[recipe](), [dy])
     assert step.outputs[0].shape == shaped.shape and step.grads["x"].shape == x.shape
     assert_same(step, flat)
 
 
-@pytest.mark.parametrize("kind,recipe", CASES)
+def make(kind, device, recipe):
+    """A bf16 module whose width fits the recipe."""
+    options = {"recipe": recipe} if kind in GEMM_MODULES else {}
+    return build(kind, device, dtype=BF16, **options)
+
+
+@pytest.mark.parametrize("kind,recipe", ALL_CASES)
 def test_one_dimensional_input(kind, recipe, device):
     """A vector gives ``[1, out]`` from a GEMM module, a vector from a norm; its gradient is one."""
     x = random(K, dtype=BF16, device=device)
-    step = run(build(kind, device, dtype=BF16), x, RECIPES[recipe]())
-    assert step.outputs[0].shape == ((1, width(kind)) if kind in GEMM_MODULES else (K,))
+    step = run(make(kind, device, recipe), x, ALL_RECIPES[recipe]())
+    assert step.outputs[0].shape == ((1, width(kind, recipe)) if kind in GEMM_MODULES else (K,))
     assert step.grads["x"].shape == (K,)
     dy = step.dys[0].view(1, -1)
-    assert_same(step, run(build(kind, device, dtype=BF16), x.view(1, K), RECIPES[recipe](), [dy]))
+    other = make(kind, device, recipe)
+    assert_same(step, run(other, x.view(1, K), ALL_RECIPES[recipe](), [dy]))
 
 
 @pytest.mark.parametrize("kind", ("LayerNormLinear", "LayerNormMLP"))
@@ -88,17 +104,18 @@ def test_shape_of_the_norm_output(kind, lead, device):
     )
 
 
-@pytest.mark.parametrize("kind,recipe", CASES)
+@pytest.mark.parametrize("kind,recipe", ALL_CASES)
 @pytest.mark.parametrize("lead", ((0,), (3, 0), (0, 0), (2, 0, 4)))
 def test_no_rows(kind, recipe, lead, device):
     """Empty output and input gradient; zeros as parameter gradients; scales as before."""
-    module, recipe = build(kind, device, dtype=BF16), RECIPES[recipe]()
+    out = width(kind, recipe)
+    module, recipe = make(kind, device, recipe), ALL_RECIPES[recipe]()
     if recipe is not None:
         run(module, random(8, K, dtype=BF16, device=device), recipe)
     scaling = getattr(module, "_delayed_scaling", None)
     before = None if scaling is None else [scaling.fwd_scale.clone(), scaling.bwd_scale.clone()]
     step = run(module, random(*lead, K, dtype=BF16, device=device), recipe)
-    assert step.outputs[0].shape == (*lead, width(kind)) and step.outputs[0].dtype == BF16
+    assert step.outputs[0].shape == (*lead, out) and step.outputs[0].dtype == BF16
     assert step.grads["x"].shape == (*lead, K)
     for name, param in module.named_parameters():
         assert step.grads[name].shape == param.shape and (step.grads[name] == 0).all()
@@ -168,21 +185,21 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("kind,recipe", CASES)
+@pytest.mark.parametrize("kind,recipe", ALL_CASES)
 @pytest.mark.parametrize("view", VIEWS)
 def test_strided_inputs(kind, recipe, view, device):
     """The numbers of a contiguous copy, and the gradient arrives at the leaf."""
     function, shape = VIEWS[view]
     leaf = random(*shape, dtype=BF16, device=device, grad=True)
-    module, active = build(kind, device, dtype=BF16), RECIPES[recipe]()
+    module, active = make(kind, device, recipe), ALL_RECIPES[recipe]()
     x = function(leaf)
     with te.autocast(enabled=active is not None, recipe=active):
         y = module(x)
     dy = random(*y.shape, seed=1, dtype=BF16, device=device)
+    torch.manual_seed(DRAWS)
     y.backward(dy)
-    expected = run(
-        build(kind, device, dtype=BF16), x.detach().contiguous(), RECIPES[recipe](), [dy]
-    )
+    other = make(kind, device, recipe)
+    expected = run(other, x.detach().contiguous(), ALL_RECIPES[recipe](), [dy])
     assert torch.equal(y, expected.outputs[0])
     for name, param in module.named_parameters():
         assert torch.equal(param.grad, expected.grads[name])
@@ -200,14 +217,14 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("kind,recipe", CASES)
+@pytest.mark.parametrize("kind,recipe", ALL_CASES)
 @pytest.mark.parametrize("gradient", GRADIENTS)
 def test_strided_gradients(kind, recipe, gradient, device):
     """Output gradients of any strides, as ``sum()`` and ``transpose`` hand them back."""
     x = random(3, 5, K, dtype=BF16, device=device)
     results = []
     for contiguous in (False, True):
-        module, active = build(kind, device, dtype=BF16), RECIPES[recipe]()
+        module, active = make(kind, device, recipe), ALL_RECIPES[recipe]()
         leaf = x.clone().requires_grad_()
         with te.autocast(enabled=active is not None, recipe=active):
             y = module(leaf)
@@ -215,6 +232,7 @@ def test_strided_gradients(kind, recipe, gradient, device):
         if not contiguous:
             dy = GRADIENTS[gradient](y).to(y.device)
             dy = dy.to(BF16) if "expanded" not in gradient else dy.to(BF16).expand(y.shape)
+        torch.manual_seed(DRAWS)
         y.backward(dy.contiguous() if contiguous else dy)
         results.append([leaf.grad, *(p.grad for p in module.parameters())])
     for a, b in zip(*results):
@@ -299,6 +317,29 @@ def test_widths_that_fit_fp8(recipe, width_in, width_out, device):
 )
 def test_widths_that_do_not_fit_fp8(recipe, kind, sizes, dimension, label, size, multiple, cure):
     """The error names tensor, dimension, value, multiple and cure; nothing was changed by then."""
+    assert_refused(recipe, kind, sizes, dimension, label, size, multiple, cure)
+
+
+@pytest.mark.parametrize(
+    "recipe,kind,sizes,dimension,label,size,multiple,cure",
+    [
+        ("block", "Linear", {"width": 712}, 1, "weight of Linear", 712, 16, 720),
+        ("mxfp8", "Linear", {"width": 48, "out": 64}, 1, "weight of Linear", 48, 32, 64),
+        ("mxfp8", "LayerNormLinear", {"out": 48}, 0, "weight of LayerNormLinear", 48, 32, 64),
+        ("mxfp8_dq", "LayerNormMLP", {"ffn": 48}, 0, "FC1 weight of LayerNormMLP", 48, 32, 64),
+        ("nvfp4", "Linear", {"width": 72}, 1, "weight of Linear", 72, 16, 80),
+        ("nvfp4", "LayerNormMLP", {"ffn": 72}, 0, "FC1 weight of LayerNormMLP", 72, 16, 80),
+        # The forward GEMM is MXFP8, and only the orientation for dgrad is not.
+        ("custom_two_formats", "Linear", {"out": 48}, 0, "weight of Linear", 48, 32, 64),
+    ],
+)
+def test_widths_that_do_not_fit_blocks(recipe, kind, sizes, dimension, label, size, multiple, cure):
+    """The same for recipes with scales of blocks."""
+    assert_refused(recipe_of(recipe), kind, sizes, dimension, label, size, multiple, cure)
+
+
+def assert_refused(recipe, kind, sizes, dimension, label, size, multiple, cure):
+    """The body of both tests above."""
     module = build(kind, name="layers.3", **sizes)
     x = random(8, sizes.get("width", K))
     text = (
@@ -315,10 +356,11 @@ def test_widths_that_do_not_fit_fp8(recipe, kind, sizes, dimension, label, size,
 # --- special values ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind,recipe", CASES)
+@pytest.mark.parametrize("kind,recipe", ALL_CASES)
 def test_zeros(kind, recipe, device):
     """Zero inputs, weights and gradients give no NaN; a scale of a zero tensor is one."""
-    module, active = build(kind, device), RECIPES[recipe]()
+    options = {"recipe": recipe} if kind in GEMM_MODULES else {}
+    module, active = build(kind, device, **options), ALL_RECIPES[recipe]()
     x = torch.zeros(16, K, device=device)
     step = run(module, x, active)
     assert all(t.isfinite().all() for t in (*step.outputs, *step.grads.values()))
@@ -334,7 +376,7 @@ def test_zeros(kind, recipe, device):
             module,
             random(16, K, device=device),
             active,
-            [torch.zeros(16, width(kind), device=device)],
+            [torch.zeros(16, width(kind, recipe), device=device)],
         )
         assert all((t == 0).all() for t in (*step.outputs, *step.grads.values()))
 
@@ -406,14 +448,16 @@ def test_infinite_gradient_and_delayed_scaling(device):
     assert state.bwd_history.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", GEMM_MODULES)
-@pytest.mark.parametrize("recipe", RECIPES)
+EXTREME = [(kind, recipe) for kind in GEMM_MODULES for recipe in RECIPES] + OTHER_CASES
+
+
+@pytest.mark.parametrize("kind,recipe", EXTREME)
 @pytest.mark.parametrize("size", (1e-30, 1e-6, 1e4))
 def test_extreme_sizes_stay_finite(kind, recipe, size, device):
     """Two training steps with tiny and with huge activations and gradients."""
-    module, active = build(kind, device), RECIPES[recipe]()
+    module, active = build(kind, device, recipe=recipe), ALL_RECIPES[recipe]()
     for seed in range(2):
         x = random(16, K, device=device, seed=seed) * size
-        dy = random(16, width(kind), device=device, seed=5 + seed) * size
+        dy = random(16, width(kind, recipe), device=device, seed=5 + seed) * size
         step = run(module, x, active, [dy])
         assert all(t.isfinite().all() for t in (*step.outputs, *step.grads.values()))

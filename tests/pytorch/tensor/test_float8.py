@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantizers and storages of per-tensor FP8."""
 
+# pylint: disable=unidiomatic-typecheck  # the very class is meant
+
 import copy
 import pickle
 
@@ -9,16 +11,18 @@ import torch
 
 import references
 from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.formats.layout import NOTHING
 from transformer_engine.pytorch.quantized_tensor import (
     prepare_for_saving,
     restore_from_func_ctx,
     restore_from_saved,
 )
+from transformer_engine.pytorch.tensor import storage_from_quantized
 from transformer_engine.pytorch.tensor.float8_tensor import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
+    Float8Tensor,
     Float8TensorStorage,
-    storage_from_bytes,
 )
 
 E4M3, E5M2 = DType.kFloat8E4M3, DType.kFloat8E5M2
@@ -77,10 +81,13 @@ def check(storage, x, quantizer):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(16, 32), (5, 24), (3, 7, 8), (6,), (2, 0, 8)])
 @pytest.mark.parametrize("rowwise, columnwise", [(True, True), (True, False), (False, True)])
-def test_quantize(device, make, fp8_dtype, dtype, shape, rowwise, columnwise):
+@pytest.mark.parametrize("internal", [False, True])
+def test_quantize(device, make, fp8_dtype, dtype, shape, rowwise, columnwise, internal):
     x = random(shape, device, dtype)
     quantizer = make(device, fp8_dtype, rowwise=rowwise, columnwise=columnwise)
+    quantizer.internal = internal
     storage = quantizer(x)
+    assert type(storage) is (Float8TensorStorage if internal else Float8Tensor)
     assert storage.get_usages() == {"rowwise": rowwise, "columnwise": columnwise}
     assert storage.shape == storage.size() == torch.Size(shape) and storage.size(-1) == shape[-1]
     assert storage._dtype == dtype and storage._fp8_dtype == fp8_dtype
@@ -98,7 +105,9 @@ def test_quantize_options(device):
     strided = random((8, 4), device).t()
     check(current(device)(strided), strided, current(device))
     needs_grad = x.clone().requires_grad_()
-    assert not current(device)(needs_grad).dequantize().requires_grad
+    quantizer = current(device)
+    quantizer.internal = True
+    assert not quantizer(needs_grad).dequantize().requires_grad
 
 
 def test_what_can_not_be_quantized(device):
@@ -212,7 +221,7 @@ def test_constructor_of_users(device, shape):
         data_transpose=storage._transpose,
         quantizer=None,
     )
-    assert again.dequantize().dtype == torch.bfloat16 and again.quant == "current,e4m3,0,0.0"
+    assert again.dequantize().dtype == torch.bfloat16 and again.quant == "current,e4m3"
     assert torch.equal(again._transpose, storage._transpose)
     assert torch.equal(again._transpose_padded, storage._transpose_padded)
     columnwise = Float8TensorStorage(
@@ -281,8 +290,10 @@ def test_noop_flag(device, make, skip):
 
 @pytest.mark.parametrize("make", QUANTIZERS)
 @pytest.mark.parametrize("shape", [(5, 8), (2, 3, 16), (0, 8)])
-def test_make_empty(device, make, shape):
+@pytest.mark.parametrize("internal", [False, True])
+def test_make_empty(device, make, shape, internal):
     quantizer = make(device)
+    quantizer.internal = internal
     storage = quantizer.make_empty(shape, dtype=torch.bfloat16, device=device)
     assert storage.shape == shape and storage._dtype == torch.bfloat16
     assert storage.get_usages() == {"rowwise": True, "columnwise": True}
@@ -291,6 +302,9 @@ def test_make_empty(device, make, shape):
     x = random(shape, device, torch.bfloat16)
     quantizer.update_quantized(x, storage)
     check(storage, x, quantizer)
+    if not internal:
+        assert quantizer.make_empty(shape, device=device, requires_grad=True).requires_grad
+        return
     with pytest.raises(ValueError, match="requires_grad"):
         quantizer.make_empty(shape, device=device, requires_grad=True)
 
@@ -377,13 +391,14 @@ def test_saving_for_backward(device):
 
 def test_traces_into_one_graph(device):
     """A compiler may make a storage, keep it in a cache and read it in a later call."""
-    quant = "current,e4m3,0,0.0"
+    quant = "current,e4m3"
     reference = current(device)(random((5, 8), device))
     cache = {}
 
     def step(row, col, scale_inv, first):
         if first:
-            cache["weight"] = storage_from_bytes(row, col, scale_inv, quant, torch.float32)
+            made = NOTHING._replace(row=row, col=col, scale_inv=scale_inv)
+            cache["weight"] = storage_from_quantized(made, quant, torch.float32)
         entry = cache["weight"]
         assert entry.quant == quant and entry._transpose_padded is not None
         return entry._data + 1, entry._transpose + 1, entry._scale_inv + 1

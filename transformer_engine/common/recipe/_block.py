@@ -20,7 +20,11 @@ from ._base import (
     as_fp8_format,
     as_instance,
     as_int,
+    fp8_type_name,
 )
+from ._spec import module_spec, quantization
+
+_SPLIT = (False, True, True)  # the accumulators where a recipe does not say
 
 
 @dataclass(init=False, repr=False)
@@ -60,6 +64,18 @@ class MXFP8BlockScaling(Recipe):
         self.backward_override = as_backward_override(backward_override)
         self.enable_2d_quantization = as_bool("enable_2d_quantization", enable_2d_quantization)
         self._complete = True
+
+    def _describe(self) -> str:
+        forward = fp8_type_name(self.fp8_format, True)
+        backward = fp8_type_name(self.fp8_format, False)
+        dim = 2 if self.enable_2d_quantization else None
+        return module_spec(
+            quantization("mxfp8", forward, swizzled=True),
+            quantization("mxfp8", forward, dim=dim, swizzled=True),
+            quantization("mxfp8", backward, swizzled=True),
+            _SPLIT,
+            self.backward_override,
+        )
 
     @classmethod
     def mxfp8(cls) -> bool:
@@ -153,9 +169,30 @@ class Float8BlockScaling(Recipe):
         self.fp8_quant_bwd_grad = QParams(power_2_scale=not self.use_f32_scales)
         self._complete = True
 
+    def _describe(self) -> str:
+        forward = fp8_type_name(self.fp8_format, True)
+        backward = fp8_type_name(self.fp8_format, False)
+        return module_spec(
+            _block(forward, self.x_block_scaling_dim, self.fp8_quant_fwd_inp),
+            _block(forward, self.w_block_scaling_dim, self.fp8_quant_fwd_weight),
+            _block(backward, self.grad_block_scaling_dim, self.fp8_quant_bwd_grad),
+            (True, True, True),
+            self.backward_override,
+        )
+
     @classmethod
     def float8_block_scaling(cls) -> bool:
         return True
+
+
+def _block(type_name: str, dim: int, params: QParams) -> str:
+    return quantization(
+        "block",
+        type_name,
+        pow2=params.power_2_scale,
+        eps=float(params.amax_epsilon),
+        dim=dim if dim == 2 else None,
+    )
 
 
 def _split_accumulator(name: str, params: Optional[MMParams]) -> MMParams:
@@ -262,6 +299,31 @@ class NVFP4BlockScaling(Recipe):
             stochastic_rounding=not self.disable_stochastic_rounding,
         )
         self._complete = True
+
+    def _describe(self) -> str:
+        return module_spec(
+            self._quantization(self.fp4_quant_fwd_inp, "activations", self.row_scaled_activation),
+            self._quantization(self.fp4_quant_fwd_weight, "weights", False),
+            self._quantization(self.fp4_quant_bwd_grad, "", False),
+            _SPLIT,
+            self.backward_override,
+        )
+
+    def _quantization(self, params: QParams, group: str, row_scaled: bool) -> str:
+        """One tensor role; `group` is its name in `nvfp4_4over6`, "" for gradients."""
+        choosing = group != "" and self.nvfp4_4over6 in (group, "all")
+        limited = choosing and self.nvfp4_4over6_e4m3_use_256 in (group, "all")
+        return quantization(
+            "nvfp4",
+            "e2m1",
+            dim=2 if params.fp4_2d_quantization else None,
+            swizzled=True,
+            rht=params.random_hadamard_transform,
+            stochastic=params.stochastic_rounding,
+            row_scaled=row_scaled,
+            four_over_six=self.nvfp4_4over6_err_mode.lower() if choosing else None,
+            e4m3_max=256 if limited else None,
+        )
 
     @classmethod
     def nvfp4(cls) -> bool:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Callable, Optional
+from typing import Callable, NamedTuple, Optional
 
 from ._base import (
     FROM_ENVIRONMENT,
@@ -63,6 +63,33 @@ class CustomRecipe(Recipe):
             )
         self._complete = True
 
+    def _describe(self) -> str:
+        fields = _Fields(self.qfactory, self.fp8_format, self.backward_override)
+        return f"custom:{_number(fields)}"
+
     @classmethod
     def custom(cls) -> bool:
         return True
+
+
+class _Fields(NamedTuple):
+    """The fields of a custom recipe that decide numbers. Functions are compared by identity."""
+
+    qfactory: Callable
+    fp8_format: Format
+    backward_override: Optional[str]
+
+
+# Recipes by their number: those of equal fields share one.
+_NUMBERED: list[_Fields] = []
+
+
+def _number(fields: _Fields) -> int:
+    if fields not in _NUMBERED:
+        _NUMBERED.append(fields)
+    return _NUMBERED.index(fields)
+
+
+def fields_of(text: str) -> _Fields:
+    """The fields of the custom recipe whose `_spec` is `text`."""
+    return _NUMBERED[int(text.partition(":")[2])]

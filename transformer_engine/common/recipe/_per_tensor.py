@@ -22,6 +22,7 @@ from ._base import (
     as_int,
     fp8_type_name,
 )
+from ._spec import module_spec, quantization
 
 
 @dataclass(init=False, repr=False)
@@ -95,10 +96,9 @@ class DelayedScaling(Recipe):
         self._complete = True
 
     def _describe(self) -> str:
-        forward = fp8_type_name(self.fp8_format, True)
-        backward = fp8_type_name(self.fp8_format, False)
-        operand = f"delayed,{forward},0,0.0"
-        return f"x={operand};w={operand};g=delayed,{backward},0,0.0;acc=0,1,1"
+        forward = quantization("delayed", fp8_type_name(self.fp8_format, True))
+        backward = quantization("delayed", fp8_type_name(self.fp8_format, False))
+        return module_spec(forward, forward, backward, (False, True, True))
 
     def _describe_update(self) -> str:
         algo = self.amax_compute_algo
@@ -177,17 +177,14 @@ class Float8CurrentScaling(Recipe):
     def _describe(self) -> str:
         forward = fp8_type_name(self.fp8_format, True)
         backward = fp8_type_name(self.fp8_format, False)
-        spec = (
-            f"x={_current(forward, self.fp8_quant_fwd_inp)}"
-            f";w={_current(forward, self.fp8_quant_fwd_weight)}"
-            f";g={_current(backward, self.fp8_quant_bwd_grad)}"
-            f";acc={int(self.fp8_gemm_fprop.use_split_accumulator)}"
-            f",{int(self.fp8_gemm_dgrad.use_split_accumulator)}"
-            f",{int(self.fp8_gemm_wgrad.use_split_accumulator)}"
+        gemms = (self.fp8_gemm_fprop, self.fp8_gemm_dgrad, self.fp8_gemm_wgrad)
+        return module_spec(
+            _current(forward, self.fp8_quant_fwd_inp),
+            _current(forward, self.fp8_quant_fwd_weight),
+            _current(backward, self.fp8_quant_bwd_grad),
+            tuple(gemm.use_split_accumulator for gemm in gemms),
+            self.backward_override,
         )
-        if self.backward_override is not None:
-            spec += f";bwd={self.backward_override}"
-        return spec
 
     @classmethod
     def float8_current_scaling(cls) -> bool:
@@ -201,4 +198,6 @@ def _gemm(name: str, params: Optional[MMParams], split_accumulator: bool) -> MMP
 
 
 def _current(type_name: str, params: QParams) -> str:
-    return f"current,{type_name},{int(params.power_2_scale)},{float(params.amax_epsilon)}"
+    return quantization(
+        "current", type_name, pow2=params.power_2_scale, eps=float(params.amax_epsilon)
+    )

@@ -14,15 +14,15 @@ from torch import Tensor
 from ..formats.fp8 import FLOAT32_MAX
 from .reference_activation import activation_backward, activation_forward
 from .reference_norm import norm_backward, norm_forward
-from .reference_quantize import dequantize, fp8_matmul_operand, quantize
+from .reference_quantize import dequantize, quantize
 
 __all__ = [
+    "accumulate_",
     "activation_backward",
     "activation_forward",
     "bias_grad",
     "delayed_scaling_update_",
     "dequantize",
-    "fp8_matmul_operand",
     "norm_backward",
     "norm_forward",
     "quantize",
@@ -33,6 +33,14 @@ __all__ = [
 def bias_grad(dy: Tensor) -> Tensor:
     """Sum of ``dy`` [M, N] over the rows, in fp32, rounded once to the dtype of ``dy``; [N]."""
     return dy.sum(0, dtype=torch.float32).to(dy.dtype)
+
+
+def accumulate_(total: Tensor, part: Tensor, add: bool) -> None:
+    """``total += part`` or, without ``add``, ``total = part``, in the dtype of ``total``."""
+    if add:
+        total.add_(part)
+    else:
+        total.copy_(part)
 
 
 def record_amax_(history: Tensor, amaxes: list[Tensor], slots: list[int]) -> None:

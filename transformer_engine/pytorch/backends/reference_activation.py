@@ -33,6 +33,7 @@ from torch import Tensor
 
 from ..formats.activations import ACTIVATIONS
 from ..formats.fp8 import amax_of
+from ..formats.layout import NOTHING
 from ..formats.spec import decode_quant
 from .reference_quantize import quantize_values
 
@@ -60,16 +61,17 @@ def activation_forward(
     ``limit``, ``alpha`` and ``offset`` are those of ``clamped_swiglu`` (ignored by the others).
 
     Returns:
-        ``(y, row, col, scale_inv, amax)``: y in the dtype of ``x``, None unless ``want_output`` or
-        nothing is quantized; the rest as ``quantize`` returns them, or None. Delayed scaling
-        quantizes the fp32 result, current scaling the result rounded to the dtype of ``x``; the
-        amax is that of the fp32 result in both cases.
+        ``(y, *Quantized)``: y in the dtype of ``x``, None unless ``want_output`` or nothing is
+        quantized; the rest as ``quantize`` returns them, or Nones. Delayed scaling quantizes the
+        fp32 result, other kinds the result rounded to the dtype of ``x``; the amax of a whole
+        tensor is that of the fp32 result (but for NVFP4 with ``rht`` or ``row_scaled``).
     """
     _check(act, x)
     values = _forward(x, act, limit, alpha, offset)
-    return _results(values, x.dtype, quant, scale, slot, rowwise, columnwise, want_output, False)[
-        :5
-    ]
+    results = _results(
+        values, x.dtype, quant, scale, slot, rowwise, columnwise, want_output, False, None
+    )
+    return results[:-1]
 
 
 def activation_backward(
@@ -86,18 +88,19 @@ def activation_backward(
     columnwise: bool,
     want_output: bool,
     want_bias_grad: bool,
+    rng: Optional[Tensor],
 ) -> tuple[Optional[Tensor], ...]:
     """Gradient of ``activation_forward`` for ``dy`` [M, F], of the width of ``x``, quantized.
 
     Returns:
-        ``(dx, row, col, scale_inv, amax, dbias)``: the first five as in the forward. ``dbias``
+        ``(dx, *Quantized, dbias)``: as in the forward, with the random state ``rng``. ``dbias``
         (None unless wanted) is the fp32 sum of dx over the rows in the dtype of ``x``: of the fp32
         dx for delayed scaling, of the rounded dx otherwise.
     """
     _check(act, x)
     values = _backward(dy, x, act, limit, alpha, offset)
     return _results(
-        values, x.dtype, quant, scale, slot, rowwise, columnwise, want_output, want_bias_grad
+        values, x.dtype, quant, scale, slot, rowwise, columnwise, want_output, want_bias_grad, rng
     )
 
 
@@ -228,6 +231,7 @@ def _results(
     columnwise: bool,
     want_output: bool,
     want_bias_grad: bool,
+    rng: Optional[Tensor],
 ) -> tuple[Optional[Tensor], ...]:
     """Round fp32 ``values`` to ``dtype``, sum their rows and quantize them."""
     spec = decode_quant(quant)
@@ -236,10 +240,12 @@ def _results(
     source = values if delayed else y
     dbias = source.sum(0, dtype=torch.float32).to(dtype) if want_bias_grad else None
     if spec is None:
-        return y, None, None, None, None, dbias
+        return y, *NOTHING, dbias
     kept = y if want_output else None
-    amax = amax_of(values)
+    whole = spec.per_tensor or (spec.kind == "nvfp4" and not (spec.rht or spec.row_scaled))
+    amax = amax_of(values) if whole else None
+    clobber = source is not kept
     quantized = quantize_values(
-        source, spec, scale, slot, amax, rowwise, columnwise, may_clobber=source is not kept
+        source, spec, scale, slot, amax, rowwise, columnwise, may_clobber=clobber, rng=rng
     )
     return kept, *quantized, dbias

@@ -16,6 +16,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from ..formats.layout import NOTHING
 from ..formats.spec import decode_quant
 from .reference_quantize import quantize_values
 
@@ -37,23 +38,25 @@ def norm_forward(
     """Normalize the rows of ``x`` [M, K] and quantize the result.
 
     Returns:
-        ``(y, mean, rstd, row, col, scale_inv, amax)``. ``y`` has the dtype of ``x`` and is None
+        ``(y, mean, rstd, *Quantized)``. ``y`` has the dtype of ``x`` and is None
         unless ``want_output`` or nothing is quantized; ``mean`` (None for RMSNorm) and ``rstd``
         are fp32 [M]; the rest as ``quantize`` returns them, or None.
 
-        What is quantized: the fp32 result itself for delayed scaling without ``want_output``,
-        otherwise the result rounded to the dtype of ``x``.
+        What is quantized: the fp32 result itself for delayed scaling without ``want_output`` and
+        for MXFP8 with ``unrounded``, otherwise the result rounded to the dtype of ``x``.
     """
     out, mean, rstd = _normalize(x.float(), weight, bias, eps, zero_centered, kind)
     spec = decode_quant(quant)
     if spec is None:
-        return out.to(x.dtype), mean, rstd, None, None, None, None
-    keep_fp32 = spec.kind == "delayed" and not want_output
+        return out.to(x.dtype), mean, rstd, *NOTHING
+    keep_fp32 = (spec.kind == "delayed" and not want_output) or spec.unrounded
     y = out if keep_fp32 else out.to(x.dtype)
     quantized = quantize_values(
         y, spec, scale, slot, None, rowwise, columnwise, may_clobber=not want_output
     )
-    return y if want_output else None, mean, rstd, *quantized
+    if not want_output:
+        return None, mean, rstd, *quantized
+    return y.to(x.dtype), mean, rstd, *quantized
 
 
 def _normalize(

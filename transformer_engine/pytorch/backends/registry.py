@@ -17,6 +17,8 @@ from typing import Callable, Iterator, NamedTuple
 
 import torch
 
+from ..formats.spec import QuantSpec, decode_quant
+
 
 class Request(NamedTuple):
     """What a leaf op is asked to run on."""
@@ -24,8 +26,9 @@ class Request(NamedTuple):
     leaf: str
     device: torch.device
     dtype: torch.dtype
-    quant: str = ""
-    aligned: bool = True  # every feature dimension of the GEMM operands is a multiple of 16
+    quant: str = ""  # of the result, or of the first GEMM operand
+    b_quant: str = ""  # of the second GEMM operand
+    alignment: int = 1  # of the feature dimensions of a quantized GEMM, see ``ops.gemm_alignment``
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,13 @@ def device_capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Compute capability of ``device``; (0, 0) where it is no CUDA device (that is there)."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return (0, 0)
+    return device_capability(device.index or 0)
+
+
 def has_fp8_tensor_cores(device: torch.device) -> bool:
     """Whether the GPU multiplies FP8 operands in hardware (compute capability 8.9 and newer)."""
     return device.type == "cuda" and device_capability(device.index or 0) >= (8, 9)
@@ -104,18 +114,78 @@ def _triton_why_not(request: Request) -> str:
     return triton_missing()
 
 
-def _scaled_mm_why_not(request: Request) -> str:
+def _kinds(request: Request) -> tuple[QuantSpec, QuantSpec]:
+    return decode_quant(request.quant), decode_quant(request.b_quant)
+
+
+def _per_tensor_why_not(request: Request) -> str:
     if not request.quant:
         return "the operands are not quantized"
+    a, b = _kinds(request)
+    if not (a.per_tensor and b.per_tensor):
+        return "the operands do not both have one scale per tensor"
     if not has_fp8_tensor_cores(request.device):
         return f"{request.device} has no FP8 tensor cores"
-    if not request.aligned:
+    if a.fmt == b.fmt == "e5m2":
+        return "cuBLASLt does not multiply E5M2 by E5M2"
+    if request.alignment < 16:
         return "cuBLASLt wants in_features and out_features to be multiples of 16 for FP8"
+    return ""
+
+
+def _block_why_not(request: Request) -> str:
+    if not request.quant:
+        return "the operands are not quantized"
+    a, b = _kinds(request)
+    if not a.kind == b.kind == "block":
+        return "the operands do not both have scales of 128 values"
+    if capability_of(request.device)[0] != 9:
+        return "cuBLASLt multiplies operands with scales of 128 values on Hopper only"
+    if _cuda_version() < (12, 9):
+        return "cuBLASLt has block scaling from CUDA 12.9 on"
+    if a.dim == b.dim == 2:
+        return "cuBLASLt does not multiply two operands with 128x128 blocks"
+    if not a.fmt == b.fmt == "e4m3":
+        return "torch's scaled_mm takes E4M3 operands only with scales of 128 values"
+    if request.alignment < 16:
+        return "cuBLASLt wants in_features and out_features to be multiples of 16 for FP8"
+    return ""
+
+
+def _mxfp8_why_not(request: Request) -> str:
+    if not request.quant:
+        return "the operands are not quantized"
+    a, b = _kinds(request)
+    if not a.kind == b.kind == "mxfp8":
+        return "the operands are not both MXFP8"
+    if not (10, 0) <= capability_of(request.device) < (12, 0):
+        return "MXFP8 GEMMs need a GPU of compute capability 10.x or 11.x"
+    if request.alignment < 32:
+        return "MXFP8 GEMMs want in_features and out_features to be multiples of 32"
+    return ""
+
+
+def _nvfp4_why_not(request: Request) -> str:
+    if not request.quant:
+        return "the operands are not quantized"
+    a, b = _kinds(request)
+    if not a.kind == b.kind == "nvfp4":
+        return "the operands are not both NVFP4"
+    if capability_of(request.device) < (10, 0):
+        return "NVFP4 GEMMs need a GPU of compute capability 10.0 or newer"
+    if request.alignment < 32:
+        return "NVFP4 GEMMs want in_features and out_features to be multiples of 32"
     return ""
 
 
 def _mm_why_not(request: Request) -> str:
     return "the operands are quantized" if request.quant else ""
+
+
+@functools.lru_cache(maxsize=None)
+def _cuda_version() -> tuple[int, ...]:
+    """Version of CUDA that PyTorch was built with; ``(0,)`` for a build without."""
+    return tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
 
 
 def _always(_: Request) -> str:
@@ -124,11 +194,14 @@ def _always(_: Request) -> str:
 
 _GEMM = frozenset({"gemm"})
 ROWS: tuple[Row, ...] = (
-    Row("cublas_fp8", _GEMM, "cublas:scaled_gemm", _scaled_mm_why_not),
     Row("torch_mm", _GEMM, "cublas:plain_gemm", _mm_why_not),
-    Row("dequantized_mm", _GEMM, "cublas:dequantized_gemm", _always),
+    Row("cublas_fp8", _GEMM, "cublas:per_tensor_gemm", _per_tensor_why_not),
+    Row("cublas_block", _GEMM, "cublas:block_gemm", _block_why_not),
+    Row("cublas_mxfp8", _GEMM, "cublas_blackwell:mxfp8_gemm", _mxfp8_why_not),
+    Row("cublas_nvfp4", _GEMM, "cublas_blackwell:nvfp4_gemm", _nvfp4_why_not),
+    Row("dequantized_mm", _GEMM, "emulated_gemm:dequantized_gemm", _always),
     Row("triton", POINTWISE_LEAVES, "triton", _triton_why_not),
-    Row("reference", POINTWISE_LEAVES, "reference", _always),
+    Row("reference", POINTWISE_LEAVES | {"accumulate_"}, "reference", _always),
 )
 
 _forced: list[str] = []

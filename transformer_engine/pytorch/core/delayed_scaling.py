@@ -13,6 +13,9 @@ The reference package renews all backward scales together, at the end of the bac
 module. Renewing each module's own is equivalent, because nobody reads them in between, and needs no
 list of modules in the graph.
 
+An exported program (`torch.export`) is for inference and owns no state: it keeps the scales of the
+moment of its export as constants, and records and renews nothing.
+
 A region that begins inside a trace keeps the list of its states in `REGION.states`, which is traced
 too. Otherwise the end of the region, which is eager then, looks for states that are `pending`. So
 compiled modules inside an eager region read no global list, and modules of one class share one
@@ -24,12 +27,13 @@ State belongs to the process, not to a thread.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import Iterable, List, Optional, Sequence, Union
+from typing import Iterable, List, NamedTuple, Optional, Sequence, Union
 
 import torch
 from torch import Tensor
 
 from ..environment import constant_in_graphs
+from ..torch_version import is_exporting
 from .ops import kernels
 from .update_rule import PYTHON_RULE_IN_GRAPH, UpdateRule, decode_rule, unfused_update
 from .weak_list import WeakList
@@ -132,11 +136,11 @@ def ordinary_tensors():
     """Make real tensors that training may change, whatever the caller is in the middle of.
 
     Dispatch modes would make fake tensors, functorch wrapped ones, and inference mode tensors that
-    can never be changed outside of it.
+    can never be changed outside of it; export's function mode would write it into the graph.
     """
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with _disable_current_modes(), torch._C._DisableFuncTorch():
+    with _disable_current_modes(), torch._C._DisableFuncTorch(), torch._C.DisableTorchFunction():
         with torch.inference_mode(False), torch.no_grad():
             yield
 
@@ -155,9 +159,9 @@ def register(module: torch.nn.Module) -> None:
     _MODULES.add(module)
 
 
-def state_of(module: torch.nn.Module, recipe) -> DelayedScalingState:
-    """The state of `module` for the `DelayedScaling` recipe: made, moved or resized if need be."""
-    length = int(recipe._update_rule.partition(",")[0])
+def state_of(module: torch.nn.Module, rule: Union[str, UpdateRule]) -> DelayedScalingState:
+    """The state of `module` for an update rule: made, moved or resized if need be."""
+    length = _rows_of(rule)
     if torch.compiler.is_compiling():
         # Before the trace looks at the attribute, so that the graph is bound to a state that
         # exists.
@@ -178,6 +182,11 @@ def state_of(module: torch.nn.Module, recipe) -> DelayedScalingState:
             f" adjust_amax_history_length({length}) first, or run it once in eager."
         )
     return state
+
+
+def _rows_of(rule: Union[str, UpdateRule]) -> int:
+    """Rows of the amax history under `rule`."""
+    return int(rule.partition(",")[0]) if isinstance(rule, str) else rule.length
 
 
 def _refuse_mixed_lengths(state: DelayedScalingState, module: torch.nn.Module) -> None:
@@ -205,9 +214,15 @@ def _prepare_all(length: int) -> bool:
             continue
         _make_or_move(module, length)
         state = module._delayed_scaling
-        if state.made_in not in ("", trace) and state.rule == "" and not state.fwd_history.any():
+        if state.made_in not in ("", trace) and state.rule == "" and _unused(state.fwd_history):
             state.resize(length)
     return True
+
+
+def _unused(history: Tensor) -> bool:
+    """Whether no amax was ever recorded."""
+    with ordinary_tensors():
+        return not history.any()
 
 
 def _prepare(module: torch.nn.Module, length: int) -> None:
@@ -231,14 +246,14 @@ def _make_or_move(module: torch.nn.Module, length: int) -> None:
 # --- recording ------------------------------------------------------------------------------------
 
 
-def enter(state: DelayedScalingState) -> bool:
-    """Mark a use of the module; True if it is the first one in this region."""
-    if torch.compiler.is_compiling() and not isinstance(REGION.rule, str):
+def enter(state: DelayedScalingState, rule: Union[str, UpdateRule]) -> bool:
+    """Mark a use of the module under `rule`; True if it is the first one in this region."""
+    if torch.compiler.is_compiling() and not isinstance(rule, str):
         raise RuntimeError(PYTHON_RULE_IN_GRAPH)
     if state.pending:
         return False
     state.pending = True
-    state.rule = REGION.rule
+    state.rule = rule
     if REGION.states is not None:
         REGION.states.append(state)
     return True
@@ -268,7 +283,7 @@ def record_backward(
 ) -> None:
     """As `record_forward`, for a history that is given as the tensor ``[length, n]`` itself."""
     found = [amax for amax in amaxes if amax is not None]
-    if found:
+    if found and not is_exporting():
         used = [slot for amax, slot in zip(amaxes, slots) if amax is not None]
         kernels().record_amax_(history, found, used)
 
@@ -317,6 +332,89 @@ def _reduce(rows: List[Tensor], group: str) -> None:
         row.copy_(part)
 
 
+# --- recomputation --------------------------------------------------------------------------------
+
+
+class Remembered(NamedTuple):
+    """What a forward pass reads of a state; ``scale`` is None where the state did not exist yet."""
+
+    scale: Optional[Tensor] = None
+    pending: bool = False
+    backward_pending: bool = False
+    rule: Union[str, UpdateRule] = ""
+
+
+def remember(state: Optional[DelayedScalingState]) -> Remembered:
+    """A copy of the forward scale of `state`, and its marks, for a recomputation."""
+    if state is None:
+        return Remembered()
+    with ordinary_tensors():
+        scale = state.fwd_scale.clone()
+    return Remembered(scale, state.pending, state.backward_pending, state.rule)
+
+
+@contextmanager
+def rewound(state: DelayedScalingState, then: Remembered):
+    """Put what a forward pass read in the place of the present; what happens to it is forgotten.
+
+    The tensors of `state` are exchanged, which compiled code does not see. `REGION.rule` is that of
+    the forward pass.
+    """
+    names = "fwd_scale", "fwd_history", "pending", "backward_pending", "rule"
+    now = [getattr(state, name) for name in names]
+    rows = _rows_of(REGION.rule) if REGION.rule else now[1].shape[0]
+    with ordinary_tensors():
+        state.fwd_history = now[1].new_zeros(rows, now[1].shape[1])
+        state.fwd_scale = torch.ones_like(now[0]) if then.scale is None else then.scale
+    state.pending, state.backward_pending, state.rule = then[1:]
+    try:
+        yield
+    finally:
+        for name, value in zip(names, now):
+            setattr(state, name, value)
+
+
+def _set(scale: Tensor, value: Optional[Tensor]) -> None:
+    """Write a remembered scale in place."""
+    if value is None:
+        scale.fill_(1.0)
+    else:
+        scale.copy_(value)
+
+
+@contextmanager
+def rewound_in_place(remembered: Iterable[tuple]):
+    """The same for several ``(state, then)``, by copies: for graphs, which know the tensors."""
+    saved = []
+    for state, then in remembered:
+        now = remember(state)
+        saved.append((state, now, state.fwd_history.clone()))
+        with torch.no_grad():
+            _set(state.fwd_scale, then.scale)
+        state.pending, state.backward_pending, state.rule = then[1:]
+    try:
+        yield
+    finally:
+        for state, now, history in saved:
+            with torch.no_grad():
+                state.fwd_scale.copy_(now.scale)
+                state.fwd_history.copy_(history)
+            state.pending, state.backward_pending, state.rule = now[1:]
+
+
+@contextmanager
+def region_aside():
+    """Room for a region of a recomputation while another one is open."""
+    marks = [(s, s.pending, s.backward_pending, s.rule) for s in live_states()]
+    states = REGION.states
+    try:
+        yield
+    finally:
+        for state, *then in marks:
+            state.pending, state.backward_pending, state.rule = then
+        REGION.states = states
+
+
 # --- regions --------------------------------------------------------------------------------------
 
 
@@ -334,7 +432,7 @@ def finish_region(update: bool) -> None:
     states = REGION.states
     if states is None:
         states = [state for state in _STATES.live() if state.pending]
-    if update:
+    if update and not is_exporting():
         update_forward(states)
     for state in states:
         state.forget_region()
@@ -351,3 +449,8 @@ def _forget_pending() -> bool:
 def live_states() -> List[DelayedScalingState]:
     """All states that exist, in the order in which they were made."""
     return _STATES.live()
+
+
+def live_modules() -> List[torch.nn.Module]:
+    """All modules that were registered and still exist."""
+    return _MODULES.live()

@@ -7,11 +7,16 @@ from typing import NamedTuple, Optional
 
 from torch import Tensor
 
-from .linear import Operand
+from ..formats.layout import Quantized
+from .config import ModuleConfig
+from .operand import Operand, made_quant, operand_from, quantize_operand
 
 
 class NormResult(NamedTuple):
-    """What a norm produced: the GEMM operand, the statistics and, for delayed scaling, the amax."""
+    """What a norm produced: the GEMM operand, the statistics and, if it is known, the amax.
+
+    ``operand.hp`` is there wherever the high-precision output was produced.
+    """
 
     operand: Operand
     mean: Optional[Tensor]
@@ -19,28 +24,52 @@ class NormResult(NamedTuple):
     amax: Optional[Tensor]
 
 
-def normalize(k, cfg, x, weight, bias, scale, slot: int, columnwise: bool) -> NormResult:
+def norm_producer(cfg: ModuleConfig) -> str:
+    """Who quantizes the norm's output: the norm itself, or a quantize after it."""
+    config = cfg.gemms[0]
+    fused = (
+        config.fprop
+        and not config.x.hybrid
+        and not _wants_output(cfg)
+        and "stochastic" not in config.x.row
+    )
+    return "norm" if fused else "quantize"
+
+
+def _wants_output(cfg: ModuleConfig) -> bool:
+    return cfg.want_norm_output or cfg.gemms[0].override == "high_precision"
+
+
+def normalize(
+    k, cfg: ModuleConfig, x, weight, bias, scale, slot: int, columnwise: bool
+) -> NormResult:
     """Normalize the rows of ``x``; the operand is quantized if the forward GEMM wants it so.
 
-    The high-precision output is produced where the caller asked for it, where the GEMM is not
+    The high-precision output is produced where the caller asked for it, where a GEMM is not
     quantized, and where ``backward_override`` needs it in backward.
     """
-    keep = cfg.want_norm_output or cfg.backward_override == "high_precision"
-    y, mean, rstd, row, col, scale_inv, amax = k.norm_forward(
+    config = cfg.gemms[0]
+    plain = not config.fprop or config.x.hybrid or "stochastic" in config.x.row
+    quant = "" if plain else made_quant(cfg, config.x.row, norm_producer(cfg), *x.shape, x.device)
+    y, mean, rstd, *buffers = k.norm_forward(
         x,
         weight,
         bias,
         cfg.eps,
         cfg.zero_centered,
         cfg.norm,
-        cfg.x,
+        quant,
         scale,
         slot,
-        cfg.quantized,
-        cfg.quantized and columnwise,
-        keep or not cfg.quantized,
+        not plain,
+        not plain and columnwise,
+        plain or _wants_output(cfg),
     )
-    return NormResult(Operand(y, row, col, scale_inv), mean, rstd, amax)
+    if not plain:
+        buffers = Quantized(*buffers)
+        return NormResult(operand_from(buffers, quant, quant, y), mean, rstd, buffers.amax)
+    operand, amax = quantize_operand(k, cfg, config.x, y, "quantize", scale, slot, True, columnwise)
+    return NormResult(operand._replace(hp=y), mean, rstd, amax)
 
 
 def norm_grad(k, cfg, dy, dy2, x, mean, rstd, weight, need_dx: bool, need_dweight: bool):

@@ -19,14 +19,18 @@ from ..backends.registry import Request, select
 
 LIBRARY = torch.library.Library("transformer_engine", "DEF")
 
-_QUANTIZED = "Tensor? row, Tensor? col, Tensor? scale_inv, Tensor? amax"
+_QUANTIZED = (
+    "Tensor? row, Tensor? col, Tensor? scale_inv, Tensor? col_scale_inv, Tensor? amax,"
+    " Tensor? col_amax"
+)
 _QUANTIZE_ARGS = "str quant, Tensor? scale, int slot"
 _ACTIVATION_ARGS = f"str act, float limit, float alpha, float offset, {_QUANTIZE_ARGS}"
 
 SCHEMAS = {
-    "quantize": f"(Tensor x, {_QUANTIZE_ARGS}, Tensor? amax, bool rowwise, bool columnwise)"
-    " -> (Tensor? row, Tensor? col, Tensor scale_inv, Tensor amax_out)",
-    "dequantize": "(Tensor data, Tensor scale_inv, str quant, ScalarType dtype) -> Tensor",
+    "quantize": f"(Tensor x, {_QUANTIZE_ARGS}, Tensor? amax, bool rowwise, bool columnwise,"
+    f" Tensor? rng) -> ({_QUANTIZED.replace(' amax', ' amax_out')})",
+    "dequantize": "(Tensor data, Tensor scale_inv, Tensor? amax, str quant, bool columnwise,"
+    " str dtype) -> Tensor",
     "norm_forward": "(Tensor x, Tensor weight, Tensor? bias, float eps, bool zero_centered,"
     f" str kind, {_QUANTIZE_ARGS}, bool rowwise, bool columnwise, bool want_output)"
     f" -> (Tensor? y, Tensor? mean, Tensor rstd, {_QUANTIZED})",
@@ -36,27 +40,34 @@ SCHEMAS = {
     "activation_forward": f"(Tensor x, {_ACTIVATION_ARGS}, bool rowwise, bool columnwise,"
     f" bool want_output) -> (Tensor? y, {_QUANTIZED})",
     "activation_backward": f"(Tensor dy, Tensor x, {_ACTIVATION_ARGS}, bool rowwise,"
-    " bool columnwise, bool want_output, bool want_bias_grad)"
+    " bool columnwise, bool want_output, bool want_bias_grad, Tensor? rng)"
     f" -> (Tensor? dx, {_QUANTIZED}, Tensor? dbias)",
     "bias_grad": "(Tensor dy) -> Tensor",
     "gemm": "(Tensor a, Tensor b, Tensor? bias, Tensor? a_scale_inv, Tensor? b_scale_inv,"
-    " str a_quant, str b_quant, str layout, ScalarType out_dtype, bool fast_accum) -> Tensor",
+    " Tensor? a_amax, Tensor? b_amax, str a_quant, str b_quant, str layout, str out_dtype,"
+    " bool fast_accum) -> Tensor",
+    "rng_state": "(Tensor like) -> Tensor",
+    "after": "(Tensor x, Tensor other) -> Tensor",
+    "accumulate_": "(Tensor(a!) total, Tensor part, bool add) -> ()",
     "record_amax_": "(Tensor(a!) history, Tensor[] amaxes, int[] slots) -> ()",
     "delayed_scaling_update_": "(Tensor(a!) history, Tensor(b!) scale, float fp8_max,"
     " float margin, str algo) -> ()",
 }
 
 
-def quantize(x, quant, scale, slot, amax, rowwise, columnwise):
-    """Quantize ``x [M, K]``; see the backends for the numbers."""
-    run = select(Request("quantize", x.device, x.dtype, quant)).run
-    return run(x, quant, scale, slot, amax, rowwise, columnwise)
+def quantize(x, quant, *args):
+    """Quantize ``x [M, K]`` to a ``Quantized``; see the backends for the numbers."""
+    return select(Request("quantize", x.device, x.dtype, quant)).run(x, quant, *args)
 
 
-def dequantize(data, scale_inv, quant, dtype):
-    """High-precision values of quantized ``data``."""
+def dequantize(data, scale_inv, amax, quant, columnwise, dtype):
+    """High-precision values of quantized ``data``, in the orientation of ``data``.
+
+    ``columnwise`` says that ``data`` is a columnwise buffer. Where such buffers are transposed (all
+    kinds but MXFP8) it is also the rowwise buffer of the transposed tensor.
+    """
     run = select(Request("dequantize", data.device, data.dtype, quant)).run
-    return run(data, scale_inv, quant, dtype)
+    return run(data, scale_inv, amax, quant, columnwise, dtype)
 
 
 def norm_forward(x, *args):
@@ -84,17 +95,80 @@ def bias_grad(dy):
     return select(Request("bias_grad", dy.device, dy.dtype)).run(dy)
 
 
-def gemm(a, b, bias, a_scale_inv, b_scale_inv, a_quant, b_quant, layout, out_dtype, fast_accum):
-    """Matrix product in one of the layouts TN, NN, NT."""
-    aligned = True
-    if a_quant:
-        # Only feature dimensions count: a row count must never choose the kernel. An operand whose
-        # contracted dimension is the (padded) row count is aligned by construction.
-        aligned = a.shape[1] % 16 == 0 and b.shape[0] % 16 == 0 and a.shape[1] == b.shape[1]
-    request = Request("gemm", a.device, out_dtype, a_quant, aligned)
+def gemm(
+    a,
+    b,
+    bias,
+    a_scale_inv,
+    b_scale_inv,
+    a_amax,
+    b_amax,
+    a_quant,
+    b_quant,
+    layout,
+    out_dtype,
+    fast_accum,
+):
+    """Matrix product in one of the layouts TN, NN, NT; see ``backends/cublas.py``."""
+    alignment = gemm_alignment(a, b, a_quant, layout)
+    request = Request("gemm", a.device, out_dtype, a_quant, b_quant, alignment)
     return select(request).run(
-        a, b, bias, a_scale_inv, b_scale_inv, a_quant, b_quant, layout, out_dtype, fast_accum
+        a,
+        b,
+        bias,
+        a_scale_inv,
+        b_scale_inv,
+        a_amax,
+        b_amax,
+        a_quant,
+        b_quant,
+        layout,
+        out_dtype,
+        fast_accum,
     )
+
+
+def gemm_alignment(a, b, quant, layout) -> int:
+    """Largest of 128, 32, 16 and 1 that divides every feature dimension of a quantized GEMM.
+
+    Only feature dimensions count: a row count must never choose the kernel. An operand whose
+    contracted dimension is the row count is padded to what the format wants.
+    """
+    if not quant:
+        return 1
+    packed = 2 if quant.startswith("nvfp4") else 1
+    sizes = {"TN": (a.shape[1] * packed, b.shape[0]), "NN": (a.shape[1], b.shape[1])}
+    features = sizes.get(layout, (a.shape[1], b.shape[1]))
+    if layout == "TN" and a.shape[1] != b.shape[1]:
+        return 1  # one operand is padded
+    for multiple in (128, 32, 16):
+        if features[0] % multiple == 0 and features[1] % multiple == 0:
+            return multiple
+    return 1
+
+
+def rng_state(like):
+    """``(seed, offset)``, int64 [2], of a stochastic rounding, drawn from torch's generator.
+
+    ``like`` is the tensor to be rounded: it gives the device, and lets a compiler see the order in
+    which draws must happen.
+    """
+    return torch.randint(0, 1 << 62, (2,), dtype=torch.int64, device=like.device)
+
+
+def accumulate_(total, part, add):
+    """Add ``part`` to ``total``, or write it there."""
+    select(Request("accumulate_", total.device, total.dtype)).run(total, part, add)
+
+
+def after(x, other):
+    """A copy of ``x`` that can not exist before ``other``, and that no compiler drops.
+
+    What is computed from it is neither merged with what was computed from ``x`` nor moved before
+    ``other``: recomputation stays recomputation.
+    """
+    del other
+    return x.clone()
 
 
 def record_amax_(history, amaxes, slots):
@@ -117,6 +191,9 @@ EAGER = SimpleNamespace(
     activation_backward=activation_backward,
     bias_grad=bias_grad,
     gemm=gemm,
+    rng_state=rng_state,
+    after=after,
+    accumulate_=accumulate_,
     record_amax_=record_amax_,
     delayed_scaling_update_=delayed_scaling_update_,
 )
@@ -136,17 +213,45 @@ def below_autograd(run, *args):
         return outside_autocast(run, *args)
 
 
+# A dtype crosses the dispatcher by its name, because AOTInductor of torch 2.11 hands the wrong
+# ScalarType to custom ops (it takes the number of the exported file for that of C++).
+
+
+def _dequantize_by_name(*args):
+    return dequantize(*args[:-1], getattr(torch, args[-1]))
+
+
+def _gemm_by_name(*args):
+    return gemm(*args[:10], getattr(torch, args[10]), args[11])
+
+
+def _dequantize_op(*args):
+    name = str(args[-1])[6:]  # without "torch."
+    return torch.ops.transformer_engine.dequantize.default(*args[:-1], name)
+
+
+def _gemm_op(*args):
+    name = str(args[10])[6:]
+    return torch.ops.transformer_engine.gemm.default(*args[:10], name, args[11])
+
+
+_BODIES = {**vars(EAGER), "dequantize": _dequantize_by_name, "gemm": _gemm_by_name}
+
 for _name, _schema in SCHEMAS.items():
-    LIBRARY.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _tags = (torch.Tag.pt2_compliant_tag,)
+    if _name == "rng_state":
+        _tags += (torch.Tag.nondeterministic_seeded,)
+    LIBRARY.define(_name + _schema, tags=_tags)
     LIBRARY.impl(
         _name,
-        functools.partial(below_autograd, getattr(EAGER, _name)),
+        functools.partial(below_autograd, _BODIES[_name]),
         "CompositeExplicitAutograd",
     )
 
 GRAPH = SimpleNamespace(
     **{name: getattr(torch.ops.transformer_engine, name).default for name in SCHEMAS}
 )
+GRAPH.dequantize, GRAPH.gemm = _dequantize_op, _gemm_op
 
 
 def through_dispatcher() -> bool:

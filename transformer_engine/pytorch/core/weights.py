@@ -7,17 +7,39 @@ decided here, for all modules, in eager and in traced code.
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
-from ..tensor.float8_tensor import Float8TensorStorage, storage_from_bytes
-from .linear import Operand
+from ..backends.registry import capability_of
+from ..environment import constant_in_graphs, layout_flags
+from ..formats.layout import NOTHING, Quantized, produced_spec
+from ..formats.spec import decode_quant
+from ..quantized_tensor import QuantizedTensorStorage
+from ..tensor import hybrid_storage, storage_from_quantized
+from .config import has_columns
+from .operand import Part, dequantized, quantized_leaf
 from .ops import kernels
+from .phase import PHASE
+from .python_quantizers import is_python
 
 
-def weight_operand(
+class WeightOperand(NamedTuple):
+    """The buffers of a quantized weight, and the text of how they were made.
+
+    ``tensor`` is what the module op takes as the weight, for its gradient and for GEMMs that are
+    not quantized.
+    """
+
+    tensor: Tensor
+    buffers: Quantized = NOTHING
+    quant: str = ""
+    amax: Optional[Tensor] = None  # if it was quantized now
+    again: bool = False  # backward quantizes ``tensor`` again instead of keeping buffers
+
+
+def quantized_weight(
     cache: dict,
     key: str,
     weight: Tensor,
@@ -26,30 +48,128 @@ def weight_operand(
     slot: int,
     is_first_microbatch: Optional[bool],
     columnwise: bool,
-) -> tuple[Operand, Optional[Tensor]]:
-    """The operand of ``weight [N, K]`` and, if it was quantized now, its amax.
+) -> WeightOperand:
+    """The operand of ``weight [N, K]``, quantized as the text ``quant`` of an operand says.
 
     ``is_first_microbatch``: None quantizes and leaves the cache alone; True quantizes and replaces
     the entry ``key`` (never in place: the backward of an earlier microbatch may still read the old
     one); False takes the entry, or makes it where there is none, or where it has another format or
-    lacks the columnwise bytes that a training step needs.
+    lacks the columnwise buffers that a training step needs.
     """
+    quant = made_weight_quant(quant, weight.shape[0], weight.shape[1], weight.device)
+    if is_python(quant):
+        is_first_microbatch = None  # what the user's class makes has no storage to be cached in
     if is_first_microbatch is False:
         entry = cache.get(key)
         if entry is not None and usable(entry, quant, columnwise):
-            return Operand(None, entry._data, entry._transpose_padded, entry._scale_inv), None
+            return WeightOperand(weight, entry.operand_buffers(), quant)
     with torch.no_grad():
-        row, col, scale_inv, amax = kernels().quantize(
-            weight.detach(), quant, scale, slot, None, True, columnwise
-        )
+        buffers = _quantize(weight.detach(), quant, scale, slot, columnwise)
     if is_first_microbatch is not None:
-        entry = storage_from_bytes(row, col, scale_inv, quant, weight.dtype)
-        entry.without_grad = not torch.is_grad_enabled()
+        entry = _entry(buffers, quant, weight)
+        entry.without_grad = not (torch.is_grad_enabled() or PHASE.backward_follows)
         cache[key] = entry
-    return Operand(None, row, col, scale_inv), amax
+    return WeightOperand(weight, buffers, quant, buffers.amax)
 
 
-def usable(entry: Float8TensorStorage, quant: str, columnwise: bool) -> bool:
+def quantized_for_one_pass(
+    weight: Tensor,
+    quant: str,
+    scale: Optional[Tensor],
+    slot: int,
+    backward: bool,
+    columnwise: bool,
+) -> WeightOperand:
+    """The operand of a weight that is gathered for each pass and freed in between (FSDP).
+
+    Its bytes would outlive the gathered weight until backward (or longer, in a cache), so they are
+    made for the forward pass only. Backward finds the weight gathered again, and quantizes it with
+    the scale of the forward pass, where that is a state. ``backward``: whether there will be one;
+    ``columnwise``: whether it reads columnwise data.
+    """
+    quant = made_weight_quant(quant, weight.shape[0], weight.shape[1], weight.device)
+    again = backward and _gives_the_same_again(quant)
+    with torch.no_grad():
+        buffers = _quantize(weight.detach(), quant, scale, slot, columnwise and not again)
+        if again and "delayed" in quant:
+            buffers = buffers._replace(col_scale_inv=scale[slot : slot + 1].clone())
+    return WeightOperand(weight, buffers, quant, buffers.amax, again)
+
+
+@constant_in_graphs
+def _gives_the_same_again(quant: str) -> bool:
+    """Whether one orientation, quantized later, has the bytes that it has beside the other one."""
+    parts = quant.split("|")
+    if is_python(quant) or "stochastic" in quant or len(parts) > 2:
+        return False
+    return len(parts) == 1 or "delayed" not in quant
+
+
+def made_weights(weights: tuple, spec: str) -> str:
+    """The part of a configuration that says how weights were made, and scales are laid out."""
+    text = "".join([f";w{'2' * i}={weight.quant}" for i, weight in enumerate(weights)])
+    again = ",".join([str(i) for i, weight in enumerate(weights) if weight.again])
+    if again:
+        text += f";again={again}"
+    return text + layout_text() if "swizzled" in spec else text
+
+
+@constant_in_graphs
+def layout_text() -> str:
+    """The part of a configuration that the environment decides."""
+    flags = layout_flags()
+    text = ";cudnn=1" if flags.cudnn_norm else ""
+    return text if flags.rht_fusion else text + ";rht_fusion=0"
+
+
+@constant_in_graphs
+def made_weight_quant(quant: str, rows: int, columns: int, device: torch.device) -> str:
+    """How a weight ``[rows, columns]`` comes out if it is quantized as ``quant`` asks."""
+    if "swizzled" not in quant:
+        return quant
+    parts = quant.split("|")
+    for i, part in enumerate(parts[:2]):
+        if "swizzled" in part:
+            spec = decode_quant(part)
+            made = produced_spec(
+                spec, "weight", rows, columns, capability_of(device), layout_flags()
+            )
+            parts[i] = made.encode()
+    return "|".join(parts)
+
+
+def _quantize(weight: Tensor, quant: str, scale, slot: int, columnwise: bool) -> Quantized:
+    """The buffers of ``weight`` in both orientations (rowwise only without ``columnwise``)."""
+    parts = quant.split("|")
+    if len(parts) == 1:
+        return _leaf(weight, quant, scale, slot, True, columnwise)
+    row_quant, col_quant = parts[:2]
+    from_row = len(parts) > 2
+    row = col = NOTHING
+    if row_quant:
+        row = _leaf(weight, row_quant, scale, slot, True, False)
+    if columnwise and col_quant:
+        source = weight
+        if from_row:
+            part = Part(row.row, row.scale_inv, row.amax, row_quant)
+            source = dequantized(kernels(), part, weight.dtype)
+        col = _leaf(source, col_quant, scale, slot, False, True)
+    # Per-tensor FP8 has one scale, which is the rowwise one of the leaf's result.
+    col_scale_inv = col.scale_inv if col.col_scale_inv is None else col.col_scale_inv
+    return Quantized(row.row, col.col, row.scale_inv, col_scale_inv, row.amax, col.col_amax)
+
+
+def _leaf(x: Tensor, quant: str, scale, slot: int, rowwise: bool, columnwise: bool) -> Quantized:
+    return quantized_leaf(kernels(), x, quant, scale, slot, rowwise, columnwise)
+
+
+def _entry(buffers: Quantized, quant: str, weight: Tensor) -> QuantizedTensorStorage:
+    """The storage that a module's cache holds."""
+    make = hybrid_storage if "|" in quant else storage_from_quantized
+    return make(buffers, quant, weight.dtype, shape=tuple(weight.shape))
+
+
+def usable(entry: QuantizedTensorStorage, quant: str, columnwise: bool) -> bool:
     """Whether a cached weight fits the format asked for and holds the layouts needed.
 
     One that was made without gradients is not for training: tensors of inference mode can not be
@@ -57,4 +177,6 @@ def usable(entry: Float8TensorStorage, quant: str, columnwise: bool) -> bool:
     """
     if entry.without_grad and torch.is_grad_enabled():
         return False
-    return entry.quant == quant and (entry._transpose_padded is not None or not columnwise)
+    if entry.quant != quant:
+        return False
+    return not columnwise or entry.operand_buffers().col is not None or not has_columns(quant)

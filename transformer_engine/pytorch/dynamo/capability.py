@@ -10,6 +10,7 @@ from typing import Callable
 import torch
 
 from ..environment import constant_in_graphs
+from ..recompute import run_in_eager
 from ..torch_version import torch_version
 
 FALLBACK = "Falling back to eager execution under torch.compile: "
@@ -33,7 +34,7 @@ def forward_mode() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
-def compile_obstacle(module, inp) -> str:
+def compile_obstacle(module, inp, *args, **kwargs) -> str:
     """Why this call of ``module`` can not be part of a compiled graph; empty if it can."""
     reason = torch_obstacle()
     if reason:
@@ -47,7 +48,7 @@ def compile_obstacle(module, inp) -> str:
         return f"the input is a {type(inp).__name__}, not a torch.Tensor."
     if forward_mode():
         return "forward-mode differentiation (torch.func.jvp) has no rule for the module ops."
-    return module.unsupported_in_graph()
+    return module.call_obstacle(*args, **kwargs)
 
 
 def compiled_or_eager(forward: Callable) -> Callable:
@@ -61,21 +62,35 @@ def compiled_or_eager(forward: Callable) -> Callable:
     def wrapper(self, inp, *args, **kwargs):
         if torch.compiler.is_compiling():
             prepare_for_dynamo()
-            reason = compile_obstacle(self, inp)
+            reason = compile_obstacle(self, inp, *args, **kwargs)
             if reason:
                 torch._dynamo.graph_break(FALLBACK + reason)
                 return _outside["run"](forward, reason, self, inp, *args, **kwargs)
-        return forward(self, inp, *args, **kwargs)
+            return forward(self, inp, *args, **kwargs)
+        return run_in_eager(forward, self, inp, *args, **kwargs)
 
     # Dynamo counts recompilations per code object: each class gets its own.
     wrapper.__code__ = wrapper.__code__.replace(co_name="forward")
     return wrapper
 
 
+def leave_graph(reason: str, function: Callable, *args, **kwargs):
+    """In a trace: break the graph (an error with ``fullgraph=True``), and run in eager."""
+    prepare_for_dynamo()
+    torch._dynamo.graph_break(FALLBACK + reason)
+    return _outside["any"](function, reason, *args, **kwargs)
+
+
+def _any_in_eager(function: Callable, reason: str, *args, **kwargs):
+    """Run ``function`` outside of the graph."""
+    warnings.warn(FALLBACK + reason, UserWarning, stacklevel=2)
+    return function(*args, **kwargs)
+
+
 def _run_in_eager(forward: Callable, reason: str, *args, **kwargs):
     """Run ``forward`` outside of the graph."""
     warnings.warn(FALLBACK + reason, UserWarning, stacklevel=2)
-    return forward(*args, **kwargs)
+    return run_in_eager(forward, *args, **kwargs)
 
 
 # Filled when the first module is traced: importing Dynamo takes seconds that eager users save.
@@ -93,6 +108,7 @@ def prepare_for_dynamo() -> bool:
     if _outside:
         return True
     _outside["run"] = torch.compiler.disable(_run_in_eager, reason=FALLBACK + "see the warning.")
+    _outside["any"] = torch.compiler.disable(_any_in_eager, reason=FALLBACK + "see the warning.")
     if torch_version()[:2] < (2, 13):
         torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = False
     return True

@@ -25,7 +25,10 @@ from ..core import module_ops
 from ..core.config import decode_config
 from ..environment import constant_in_graphs
 from ..core.ops import EAGER, GRAPH, LIBRARY, below_autograd
+from ..quantized_tensor import QuantizedTensor
 from . import fake  # noqa: F401  # pylint: disable=unused-import  # registers the leaf fakes
+
+_GEMM_WEIGHTS = ("weight", "fc1_weight", "fc2_weight")
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +52,7 @@ class ModuleOp:
     forward_results: int
     takes_scale: bool  # of delayed scaling
     gradient_index: tuple  # per input the position of its gradient in backward's results, or None
+    weight_positions: tuple  # positions of the GEMM weights' gradients in backward's results
 
 
 def _registered(name: str, function: Callable, arguments: str, results: str) -> Callable:
@@ -112,6 +116,7 @@ def _module_op(
         takes_scale=bool(scale),
         forward_results=len(results.split()) + amaxes,
         gradient_index=tuple(position.get(n) for n in inputs.split()),
+        weight_positions=tuple(position[n] for n in _GEMM_WEIGHTS if n in position),
     )
     _register_autograd(name, op)
     return op
@@ -126,7 +131,9 @@ def _register_autograd(name: str, op: ModuleOp) -> None:
         ctx.set_materialize_grads(False)
         ctx.config = config
         ctx.output = (output[0].shape, output[0].dtype, output[0].device)
-        ctx.mark_non_differentiable(*(t for t in output[op.outputs :] if t is not None))
+        # Of a call that was told to keep nothing for backward, nothing is differentiable.
+        fixed = output[op.outputs if decode_config(config).need else 0 :]
+        ctx.mark_non_differentiable(*(t for t in fixed if t is not None))
         # Without a module there is no backward scale: delayed scaling then quantizes with ones.
         scale = None if scale_input is None else tensors[scale_input]
         scale = None if scale is None else torch.ones_like(scale)
@@ -144,7 +151,8 @@ def _register_autograd(name: str, op: ModuleOp) -> None:
 
 
 def materialized(output, grads) -> list[Optional[Tensor]]:
-    """Contiguous gradients; a missing gradient of the GEMM output is zeros."""
+    """Contiguous plain gradients; a missing gradient of the GEMM output is zeros."""
+    grads = [g.dequantize() if isinstance(g, QuantizedTensor) else g for g in grads]
     first = grads[0]
     if first is None:
         shape, dtype, device = output
@@ -177,6 +185,10 @@ def saved_tensors(plan: tuple, inputs, outputs) -> list[Optional[Tensor]]:
     return [None if slot is None else sources[slot[0]][slot[1]] for slot in plan]
 
 
+# The buffers of a weight, in the order of ``Quantized``, and what backward keeps of an operand.
+_BUFFERS = "{0}_row {0}_col {0}_scale_inv {0}_col_scale_inv {0}_amax {0}_col_amax"
+_KEPT = "{0}_data {0}_scale_inv {0}_amax"
+
 OPS = {
     "normalization": _module_op(
         "normalization",
@@ -189,29 +201,30 @@ OPS = {
     ),
     "linear": _module_op(
         "linear",
-        "x weight bias w_row w_col w_scale_inv fwd_scale",
-        "y x_row x_col x_scale_inv",
-        "x x_row x_col x_scale_inv weight w_row w_col w_scale_inv",
+        f"x weight bias {_BUFFERS.format('w')} fwd_scale",
+        f"y {_KEPT.format('x')}",
+        f"x {_KEPT.format('x')} weight {_KEPT.format('w')}",
         "x weight bias",
         outputs=1,
         amaxes=1,
     ),
     "layernorm_linear": _module_op(
         "layernorm_linear",
-        "x ln_weight ln_bias weight bias w_row w_col w_scale_inv fwd_scale",
-        "y ln_out mean rstd x_row x_col x_scale_inv",
-        "x ln_weight mean rstd ln_out x_row x_col x_scale_inv weight w_row w_col w_scale_inv",
+        f"x ln_weight ln_bias weight bias {_BUFFERS.format('w')} fwd_scale",
+        f"y ln_out mean rstd {_KEPT.format('x')}",
+        f"x ln_weight mean rstd ln_out {_KEPT.format('x')} weight {_KEPT.format('w')}",
         "x ln_weight ln_bias weight bias",
         outputs=2,
         amaxes=1,
     ),
     "layernorm_mlp": _module_op(
         "layernorm_mlp",
-        "x ln_weight ln_bias fc1_weight fc1_bias fc2_weight fc2_bias w1_row w1_col w1_scale_inv"
-        " w2_row w2_col w2_scale_inv fwd_scale",
-        "y ln_out mean rstd x_col x_scale_inv h a a_col a_scale_inv",
-        "x ln_weight mean rstd ln_out x_col x_scale_inv h a a_col a_scale_inv fc1_weight w1_col"
-        " w1_scale_inv fc2_weight w2_col w2_scale_inv",
+        "x ln_weight ln_bias fc1_weight fc1_bias fc2_weight fc2_bias"
+        f" {_BUFFERS.format('w1')} {_BUFFERS.format('w2')} fwd_scale",
+        f"y ln_out mean rstd {_KEPT.format('x')} h a {_KEPT.format('a')} draws",
+        f"x ln_weight mean rstd ln_out {_KEPT.format('x')} h a {_KEPT.format('a')}"
+        f" fc1_weight {_KEPT.format('w1')} fc2_weight {_KEPT.format('w2')}"
+        " ln_bias fc1_bias w1_row w1_row_scale_inv w1_row_amax fwd_scale draws",
         "x ln_weight ln_bias fc1_weight fc1_bias fc2_weight fc2_bias",
         outputs=2,
         amaxes=2,

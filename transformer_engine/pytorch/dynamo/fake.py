@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core.ops import GRAPH, LIBRARY
 from ..formats.activations import activation_width
-from ..formats.layout import quantized_layout
+from ..formats.layout import NOTHING, Quantized, quantized_layout
 from ..formats.spec import decode_quant
 
 
@@ -21,22 +21,25 @@ def _new(like: Tensor, shape, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
-def fake_quantized(like: Tensor, rows, columns, quant: str, rowwise: bool, columnwise: bool):
-    """``(row, col, scale_inv, amax)`` of a quantized ``[rows, columns]``; Nones without quant."""
+def fake_quantized(
+    like: Tensor, rows, columns, quant: str, rowwise: bool, columnwise: bool
+) -> Quantized:
+    """The buffers of a quantized ``[rows, columns]`` tensor; Nones without ``quant``."""
     spec = decode_quant(quant)
     if spec is None:
-        return None, None, None, None
+        return NOTHING
     layout = quantized_layout(spec, rows, columns, rowwise, columnwise)
-    return (
-        None if layout.row is None else _new(like, layout.row, torch.uint8),
-        None if layout.col is None else _new(like, layout.col, torch.uint8),
-        _new(like, layout.scale_inv, torch.float32),
-        _new(like, layout.amax, torch.float32),
+    dtypes = (torch.uint8, torch.uint8, *(layout.scale_dtype,) * 2, *(torch.float32,) * 2)
+    return Quantized(
+        *(
+            None if shape is None else _new(like, shape, dtype)
+            for shape, dtype in zip(layout, dtypes)
+        )
     )
 
 
 def fake_norm(x, kind: str, quant: str, rowwise: bool, columnwise: bool, want_output: bool):
-    """``(output, mean, rstd, row, col, scale_inv, amax)`` of a norm over the rows of ``x [M, K]``.
+    """``(output, mean, rstd, *Quantized)`` of a norm over the rows of ``x [M, K]``.
 
     Mean and rstd are fp32, one value per row, on the device of ``x``; RMSNorm has no mean. Shared
     by every module that contains a norm.
@@ -53,12 +56,13 @@ def fake_norm(x, kind: str, quant: str, rowwise: bool, columnwise: bool, want_ou
     )
 
 
-def _quantize(x, quant, scale, slot, amax, rowwise, columnwise):
+def _quantize(x, quant, scale, slot, amax, rowwise, columnwise, rng):
     return fake_quantized(x, x.shape[0], x.shape[1], quant, rowwise, columnwise)
 
 
-def _dequantize(data, scale_inv, quant, dtype):
-    return _new(data, data.shape, dtype)
+def _dequantize(data, scale_inv, amax, quant, columnwise, dtype):
+    packed = 2 if decode_quant(quant).kind == "nvfp4" else 1
+    return _new(data, (data.shape[0], data.shape[1] * packed), getattr(torch, dtype))
 
 
 def _norm_forward(
@@ -112,6 +116,7 @@ def _activation_backward(
     columnwise,
     want_output,
     want_bias_grad,
+    rng,
 ):
     rows, columns = x.shape
     return (
@@ -125,10 +130,31 @@ def _bias_grad(dy):
     return _new(dy, (dy.shape[1],), dy.dtype)
 
 
-def _gemm(a, b, bias, a_scale_inv, b_scale_inv, a_quant, b_quant, layout, out_dtype, fast_accum):
+def _gemm(
+    a,
+    b,
+    bias,
+    a_scale_inv,
+    b_scale_inv,
+    a_amax,
+    b_amax,
+    a_quant,
+    b_quant,
+    layout,
+    out_dtype,
+    fast_accum,
+):
     rows = a.shape[1] if layout == "NT" else a.shape[0]
     columns = b.shape[0] if layout == "TN" else b.shape[1]
-    return _new(a, (rows, columns), out_dtype)
+    return _new(a, (rows, columns), getattr(torch, out_dtype))
+
+
+def _rng_state(like):
+    return _new(like, (2,), torch.int64)
+
+
+def _after(x, other):
+    return _new(x, x.shape, x.dtype)
 
 
 def _nothing(*_):
@@ -144,6 +170,9 @@ FAKES = {
     "activation_backward": _activation_backward,
     "bias_grad": _bias_grad,
     "gemm": _gemm,
+    "rng_state": _rng_state,
+    "after": _after,
+    "accumulate_": _nothing,
     "record_amax_": _nothing,
     "delayed_scaling_update_": _nothing,
 }

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..core.config import decode_config
 from ..core.delayed_scaling import record_backward, update_backward
-from ..core.ops import EAGER, is_plain, outside_autocast, through_dispatcher
+from ..core.ops import EAGER, is_plain, kernels, outside_autocast, through_dispatcher
+from ..core.wgrad import accumulate_fused, dummy_gradient
+from ..torch_version import is_exporting
 from .custom_op import OPS, materialized, save_plan, saved_tensors
 
 
@@ -21,14 +25,19 @@ class ModuleFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, name, config, want, bwd_scale, bwd_history, slots, rule, *tensors):
+    def forward(
+        ctx, name, config, want, bwd_scale, bwd_history, slots, rule, fused, store, *tensors
+    ):
         op = OPS[name]
+        tensors, main_grads = tensors[: len(op.inputs)], tensors[len(op.inputs) :]
         outputs = _run(op.forward_op, op.forward, config, tensors)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved_tensors(save_plan(name, config), tensors, outputs))
         ctx.name, ctx.config = name, config
         ctx.bwd_scale, ctx.bwd_history = bwd_scale, bwd_history
         ctx.slots, ctx.rule = slots, rule
+        # Plain attributes as well: other backwards add to the same destinations.
+        ctx.fused, ctx.main_grads, ctx.store = fused, main_grads, store
         # Compiled code always hands over a gradient, so the description of y is not needed there.
         compiling = torch.compiler.is_compiling()
         ctx.output = None if compiling else (outputs[0].shape, outputs[0].dtype, outputs[0].device)
@@ -48,13 +57,33 @@ def _backward(ctx, *grads):
     grads = materialized(ctx.output, grads[: op.outputs])
     scale = (ctx.bwd_scale,) if op.takes_scale else ()
     arguments = (*grads, *ctx.saved_tensors, *scale)
-    results = _run(op.backward_op, op.backward, ctx.config, arguments)
+    if ctx.store is None:
+        results = _run(op.backward_op, op.backward, ctx.config, arguments)
+    else:
+        results = _put_off(ctx.store, op, ctx.config, arguments, ctx.fused, ctx.output[2])
+    if ctx.fused is not None and ctx.store is None:
+        results = list(results)
+        accumulate_fused(ctx.fused, ctx.main_grads, results)
     if ctx.bwd_history is not None:
         record_backward(ctx.bwd_history, results[len(results) - op.amaxes :], ctx.slots)
         if ctx.rule is not None:
             update_backward(ctx.bwd_history, ctx.bwd_scale, ctx.rule)
     grads = [None if i is None else results[i] for i in op.gradient_index]
-    return (None, None, None, None, None, None, None, *grads)
+    return (*(None,) * 9, *grads, *(None,) * len(ctx.main_grads))
+
+
+def _put_off(store, op, config: str, arguments, fused, device):
+    """Backward without the weight gradients, whose operands go to ``store``."""
+    held = []
+    leaves = SimpleNamespace(**vars(kernels()), put_off=lambda *operands: held.append(operands))
+    results = outside_autocast(op.backward, leaves, decode_config(config), *arguments)
+    if held:
+        store(held)
+    results = list(results)
+    for weight in fused or ():
+        shape = (sum(weight.rows), weight.columns)
+        results[weight.position] = dummy_gradient(weight, shape, device)
+    return results
 
 
 # Second derivatives are refused instead of being computed with statistics held constant.
@@ -88,17 +117,33 @@ def _refuse_transforms(config: str) -> None:
         )
 
 
-def run_module_op(name: str, config: str, bwd_state, tensors, *, train: bool, want: bool = False):
+def run_module_op(
+    name: str,
+    config: str,
+    bwd_state,
+    tensors,
+    *,
+    train: bool,
+    want: bool = False,
+    fused=None,
+    main_grads=(),
+    store=None,
+):
     """Run module op ``name`` on ``tensors``.
 
     ``bwd_state`` is ``(scale, history, slots, rule)`` of delayed scaling's backward direction, with
     ``rule`` None except for the first use in a region, or Nones. ``train``: some gradient is
-    wanted; ``want``: return the norm output. Returns ``(y[, ln_out], *amaxes)``; an amax is None
-    unless delayed scaling records it.
+    wanted; ``want``: return the norm output. ``fused`` says how weight gradients are added to
+    ``main_grads``; ``store`` takes the operands of weight gradients that are put off. Returns
+    ``(y[, ln_out], *amaxes)``; an amax is None unless delayed scaling records it.
     """
-    if train:
-        return ModuleFunction.apply(name, config, want, *bwd_state, *tensors)
-    # Nothing needs a gradient: no autograd node, nothing kept.
+    # An exported program holds the op itself, which has its own autograd: export would lose that of
+    # a Function (strict), or trace what it saves.
+    if train and not is_exporting():
+        return ModuleFunction.apply(
+            name, config, want, *bwd_state, fused, store, *tensors, *main_grads
+        )
+    # Otherwise nothing needs a gradient: no autograd node, nothing kept.
     if not torch.compiler.is_compiling():
         _refuse_transforms(config)
     op = OPS[name]

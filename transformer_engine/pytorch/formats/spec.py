@@ -7,12 +7,33 @@ Operators of ``torch.library`` take plain schemas only, so a quantization crosse
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Optional
 
-KINDS = ("delayed", "current")
-FP8_FORMATS = ("e4m3", "e5m2")
+FORMATS = {
+    "delayed": ("e4m3", "e5m2"),
+    "current": ("e4m3", "e5m2"),
+    "block": ("e4m3", "e5m2"),
+    "mxfp8": ("e4m3", "e5m2"),
+    "nvfp4": ("e2m1",),
+}
+KINDS = tuple(FORMATS)
+PER_TENSOR = ("delayed", "current")
+# Signs of the random Hadamard transform: bit i is set where the i-th one is -1.
+RHT_SIGN_MASK = 0xD7E8
+
+# The options that mean something for a kind; the others must keep their defaults.
+_OPTIONS = {
+    "delayed": (),
+    "current": ("pow2", "eps"),
+    "block": ("dim", "pow2", "eps"),
+    "mxfp8": ("dim", "swizzled", "unrounded"),
+    "nvfp4": (
+        *("dim", "swizzled", "rht", "sign_mask", "stochastic"),
+        *("row_scaled", "four_over_six", "e4m3_max"),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -20,41 +41,104 @@ class QuantSpec:
     """Quantization of one tensor.
 
     Attributes:
-        kind: ``"delayed"`` (the scale comes from the amax history) or ``"current"`` (the scale
-            comes from the amax of the tensor itself).
-        fmt: ``"e4m3"`` or ``"e5m2"``.
-        pow2: round the scale towards zero to a power of two (current scaling only).
-        eps: the amax is raised to at least this value (current scaling only).
+        kind: ``"delayed"`` (FP8, the scale comes from the amax history), ``"current"`` (FP8, the
+            scale comes from the amax of the tensor itself), ``"block"`` (FP8, fp32 scales of 128
+            values), ``"mxfp8"`` (FP8, E8M0 scales of 32 values) or ``"nvfp4"`` (FP4, E4M3 scales of
+            16 values and one fp32 scale).
+        fmt: ``"e4m3"``, ``"e5m2"`` or, for ``"nvfp4"``, ``"e2m1"``.
+        pow2: round the scale towards zero to a power of two (current and block scaling).
+        eps: the amax is raised to at least this value (current and block scaling).
+        dim: 1 for blocks along the contracted dimension, 2 for square blocks.
+        swizzled: block scales are stored in the order that Blackwell's GEMMs read (``swizzle.py``).
+        unrounded: a norm quantizes its fp32 result instead of the one rounded to its dtype (MXFP8).
+        rht: random Hadamard transform of the columnwise values, with the signs of ``sign_mask``.
+        stochastic: round FP4 codes stochastically.
+        row_scaled: one global FP4 scale per row.
+        four_over_six: "" or the error, "mae" or "mse", by which each block chooses whether its
+            largest value becomes 4 or 6.
+        e4m3_max: largest block scale, 448 or (with ``four_over_six``) 256.
 
     Raises:
-        ValueError: if a field has a value outside these.
+        ValueError: if a field has a value outside these, or one that does nothing for the kind.
     """
 
     kind: str
     fmt: str
     pow2: bool = False
     eps: float = 0.0
+    dim: int = 1
+    swizzled: bool = False
+    unrounded: bool = False
+    rht: bool = False
+    sign_mask: int = RHT_SIGN_MASK
+    stochastic: bool = False
+    row_scaled: bool = False
+    four_over_six: str = ""
+    e4m3_max: int = 448
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if self.kind not in FORMATS:
             raise ValueError(
                 f"QuantSpec.kind is {self.kind!r}, which names no quantization. "
                 f"Use one of {', '.join(KINDS)}."
             )
-        if self.fmt not in FP8_FORMATS:
+        if self.fmt not in FORMATS[self.kind]:
             raise ValueError(
-                f"QuantSpec.fmt is {self.fmt!r}, which names no 8-bit format. "
-                f"Use one of {', '.join(FP8_FORMATS)}."
+                f"QuantSpec.fmt is {self.fmt!r}, which names no format of kind {self.kind!r}. "
+                f"Use one of {', '.join(FORMATS[self.kind])}."
             )
-        if self.kind == "delayed" and (self.pow2 or self.eps != 0.0):
+        for name, default in _DEFAULTS.items():
+            if getattr(self, name) != default and name not in _OPTIONS[self.kind]:
+                raise ValueError(
+                    f"QuantSpec has {name}={getattr(self, name)!r}, which means nothing for kind "
+                    f"{self.kind!r}. Leave it at {default!r}."
+                )
+        if self.dim not in (1, 2):
+            raise ValueError(f"QuantSpec.dim is {self.dim}; blocks are 1- or 2-dimensional.")
+        self._check_nvfp4()
+
+    def _check_nvfp4(self) -> None:
+        if self.four_over_six not in ("", "mae", "mse"):
             raise ValueError(
-                f"QuantSpec has pow2={self.pow2} and eps={self.eps} with kind 'delayed', whose "
-                "scale is not computed from the tensor. Leave both at their defaults."
+                f'QuantSpec.four_over_six is {self.four_over_six!r}; use "", "mae" or "mse".'
             )
+        if self.e4m3_max not in (448, 256) or (self.e4m3_max == 256 and not self.four_over_six):
+            raise ValueError(
+                f"QuantSpec.e4m3_max is {self.e4m3_max}. Use 448, or 256 with four_over_six."
+            )
+        conflicts = (
+            (self.four_over_six and self.rht, "four_over_six", "rht"),
+            (self.four_over_six and self.stochastic, "four_over_six", "stochastic"),
+            (self.row_scaled and self.rht, "row_scaled", "rht"),
+            (self.row_scaled and self.stochastic, "row_scaled", "stochastic"),
+            (self.row_scaled and self.dim == 2, "row_scaled", "dim=2"),
+            (self.rht and self.dim == 2, "rht", "dim=2"),
+        )
+        for conflict, first, second in conflicts:
+            if conflict:
+                raise ValueError(
+                    f"NVFP4 quantization cannot combine {first} with {second}. Switch one off."
+                )
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether one scale serves the whole tensor, in both orientations."""
+        return self.kind in PER_TENSOR
 
     def encode(self) -> str:
-        """The string form, for example ``"current,e4m3,0,0.0"``."""
-        return f"{self.kind},{self.fmt},{int(self.pow2)},{float(self.eps)}"
+        """The string form: kind, format, and what differs from the defaults.
+
+        For example ``"current,e4m3"`` or ``"block,e4m3,pow2=1,dim=2"``.
+        """
+        parts = [self.kind, self.fmt]
+        for name, default in _DEFAULTS.items():
+            value = getattr(self, name)
+            if value != default:
+                parts.append(f"{name}={int(value) if isinstance(default, bool) else value}")
+        return ",".join(parts)
+
+
+_DEFAULTS = {f.name: f.default for f in fields(QuantSpec) if f.name not in ("kind", "fmt")}
 
 
 @lru_cache(maxsize=None)
@@ -62,11 +146,15 @@ def decode_quant(text: str) -> Optional[QuantSpec]:
     """The inverse of ``QuantSpec.encode``; ``""`` (no quantization) gives ``None``."""
     if not text:
         return None
-    fields = text.split(",")
-    if len(fields) != 4:
-        raise ValueError(
-            f"The quantization string {text!r} has {len(fields)} fields. "
-            "It must read 'kind,format,pow2,eps', as QuantSpec.encode() writes it."
-        )
-    kind, fmt, pow2, eps = fields
-    return QuantSpec(kind, fmt, bool(int(pow2)), float(eps))
+    kind, *rest = text.split(",")
+    options = {}
+    for part in rest[1:]:
+        name, _, value = part.partition("=")
+        if name not in _DEFAULTS or not value:
+            raise ValueError(
+                f"The quantization string {text!r} has the part {part!r}. It must read "
+                "'kind,format,option=value,...', as QuantSpec.encode() writes it."
+            )
+        default = _DEFAULTS[name]
+        options[name] = bool(int(value)) if isinstance(default, bool) else type(default)(value)
+    return QuantSpec(kind, rest[0] if rest else "", **options)

@@ -14,7 +14,8 @@ from ..core.config import norm_config
 from ..dynamo.capability import compiled_or_eager
 from ..dynamo.module_function import run_module_op
 from ..environment import norm_sm_margin
-from .base import autocast_dtype, resolve_device, shape_text, wanted_gradients
+from .base import resolve_device
+from .checks import autocast_dtype, shape_text, wanted_gradients
 from .extra_state import OptionalExtraState
 
 _NO_BWD_STATE = (None, None, (), None)
@@ -107,6 +108,11 @@ class NormModule(OptionalExtraState, torch.nn.Module):
                 param.fill_(1.0 if one else 0.0)
             if self.sequence_parallel is not None:
                 param.sequence_parallel = self.sequence_parallel
+
+    def call_obstacle(self, *args, **kwargs) -> str:
+        """Why a call with these arguments can not be traced; empty: it always can."""
+        del args, kwargs
+        return self.unsupported_in_graph()
 
     def unsupported_in_graph(self) -> str:
         """Why this module can not be traced; empty: it always can."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,15 +14,44 @@ import torch
 from torch import Tensor
 
 from ..core import delayed_scaling
-from ..core.linear import Operand
+from ..core.config import gemm_text
 from ..core.module_ops import amax_only
-from ..core.ops import kernels
+from ..core.ops import is_plain, kernels, through_dispatcher
+from ..core.phase import PHASE
+from ..core.primary_weights import primary_buffers, stand_in
 from ..core.update_rule import PYTHON_RULE_IN_GRAPH
-from ..core.weights import weight_operand
+from ..core.weights import (
+    WeightOperand,
+    made_weights,
+    quantized_for_one_pass,
+    quantized_weight,
+)
+from ..core.wgrad import WeightGradStore, give_gradient, plan_fused, run_put_off
+from ..custom_recipe import (
+    custom_module_spec,
+    custom_obstacle,
+    custom_update_rule,
+    register_module,
+)
+from ..dynamo.custom_op import OPS
 from ..dynamo.module_function import run_module_op
 from ..quantization import FP8GlobalStateManager
+from ..quantized_tensor import QuantizedTensor
+from ..torch_version import is_exporting
+from .checks import autocast_dtype, check_weight, raise_dimension, shape_text, wanted_gradients
 from .extra_state import OptionalExtraState, decode_extra_state, encode_extra_state
 from .meta import PrecisionMetadata
+from .primary_parameters import (
+    attributes_of,
+    bind_all_quantizers,
+    bind_quantizers,
+    describe_quantized,
+    keeping_bytes,
+    quantized_parameter,
+    quantizer_changes,
+    restore_attributes,
+)
+from .sharding import ShardedModule, like, local_of
 
 _layer_numbers = itertools.count(1)
 _NO_BWD_STATE = (None, None, (), None)
@@ -45,7 +73,6 @@ class Call(NamedTuple):
     lead: tuple  # leading dimensions of the output
     shape: tuple  # shape of the input as given
     spec: str  # recipe part of the configuration, "" without quantization
-    kind: str  # "", "current" or "delayed"
     scaling: Optional[delayed_scaling.DelayedScalingState]
 
 
@@ -57,7 +84,9 @@ def resolve_device(device) -> torch.device:
     return device
 
 
-class TransformerEngineBaseModule(PrecisionMetadata, OptionalExtraState, torch.nn.Module):
+class TransformerEngineBaseModule(
+    ShardedModule, PrecisionMetadata, OptionalExtraState, torch.nn.Module
+):
     """Base of the modules that contain GEMMs.
 
     Keeps the parameters' initialisers, the cache of quantized weights, and the state of delayed
@@ -68,6 +97,7 @@ class TransformerEngineBaseModule(PrecisionMetadata, OptionalExtraState, torch.n
     fwd_amax_slots: tuple = ()
     bwd_amax_slots: tuple = ()
     num_gemms = 1
+    checkpoint = False  # recompute in backward what lies between the first norm and the last GEMM
 
     def __init__(self, name: Optional[str] = None) -> None:
         super().__init__()
@@ -81,17 +111,19 @@ class TransformerEngineBaseModule(PrecisionMetadata, OptionalExtraState, torch.n
         self.param_init_meta: dict[str, ParameterInit] = {}
         self.primary_weights_in_fp8 = state.fp8_parameters
         self.preserve_high_precision_init_val = state.high_precision_init_val
+        self.init_recipe = state.fp8_recipe if state.fp8_parameters else None
         self.fsdp_wrapped = False
         self.fsdp_group = None
         self._fp8_workspaces: dict = {}
         self.activation_dtype: Optional[torch.dtype] = None
         self.wgrad_accumulation_and_reduce_hooks: list = []
-        self.wgrad_store = None
+        self.wgrad_store = WeightGradStore()
         self.forwarded_at_least_once = False
         self.next_iter_when_debug_should_be_run = 0
         self.output_quantizer_role = None
         self.grad_input_quantizer_role = None
         self._recipe = None
+        register_module(self)
         self._fp8_meta: dict = {"fp8_checkpoint": False, "fp8_group": None}
         self._delayed_scaling: Optional[delayed_scaling.DelayedScalingState] = None
         delayed_scaling.register(self)
@@ -100,6 +132,8 @@ class TransformerEngineBaseModule(PrecisionMetadata, OptionalExtraState, torch.n
         # Copies and unpickled modules come in this way, past __init__.
         super().__setstate__(state)
         delayed_scaling.register(self)
+        register_module(self)
+        bind_quantizers(self)
 
     def fast_setattr(self, name: str, value) -> None:
         """Write a plain attribute past ``nn.Module.__setattr__``; not for parameters."""
@@ -114,10 +148,13 @@ class TransformerEngineBaseModule(PrecisionMetadata, OptionalExtraState, torch.n
         self.tp_group = group
         self.tp_group_initialized = True
 
-    @property
-    def is_fsdp2(self) -> bool:
-        """Whether ``fully_shard`` (FSDP2) manages this module."""
-        return any(cls.__name__ == "FSDPModule" for cls in type(self).__mro__)
+    def _is_parameter(self, weight: Tensor) -> bool:
+        """Whether ``weight``, which a module op shall take, is no copy of a parameter."""
+        if isinstance(weight, torch.nn.Parameter):
+            return True
+        # FSDP1 gives views of its flat parameter to the modules.
+        single = len(self.weight_names) == self.num_gemms
+        return self.fsdp_group is not None and single and autocast_dtype(weight.device.type) is None
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable) -> None:
         """Register a hook that ``backward_dw`` runs after the weight gradients exist."""
@@ -135,18 +172,21 @@ class TransformerEngineBaseModule(PrecisionMetadata, OptionalExtraState, torch.n
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Materialise parameters that are on meta and run every initialiser in place."""
         if defer_init:
+            if self.primary_weights_in_fp8:
+                describe_quantized(self)
             return
         for name, param in list(self.named_parameters(recurse=False)):
             init = self.param_init_meta[name]
-            if param.is_meta:
-                param = torch.nn.Parameter(
-                    torch.empty_like(param, device=resolve_device("cuda")),
-                    requires_grad=param.requires_grad,
-                )
+            local = local_of(param)
+            if local.is_meta or isinstance(local, QuantizedTensor):
+                device = resolve_device("cuda") if local.is_meta else local.device
+                param = like(param, torch.empty(local.shape, dtype=local.dtype, device=device))
             if init.init_fn is not None:
                 with self._rng_context(init.get_rng_state_tracker), torch.no_grad():
                     init.init_fn(param)
             setattr(self, name, param)
+            if self.primary_weights_in_fp8 and init.fp8_meta_index is not None:
+                setattr(self, name, quantized_parameter(self, param, init.fp8_meta_index))
 
     def _rng_context(self, get_tracker):
         """The tracker's fork that weight initialisation runs in."""
@@ -156,11 +196,14 @@ class TransformerEngineBaseModule(PrecisionMetadata, OptionalExtraState, torch.n
         return get_tracker().fork(name) if name is not None else get_tracker().fork()
 
     def _apply(self, fn, recurse=True):
-        super()._apply(fn, recurse)
+        attributes = attributes_of(self)
+        super()._apply(keeping_bytes(fn), recurse)
+        restore_attributes(self, attributes)
         # Cached bytes describe the old device; they are made anew when next used.
         self._fp8_workspaces.clear()
         if self._delayed_scaling is not None:
             self._delayed_scaling.move(self.delayed_device())
+            bind_quantizers(self)
         return self
 
     # --- delayed scaling -------------------------------------------------------------------------
@@ -178,12 +221,61 @@ class TransformerEngineBaseModule(PrecisionMetadata, OptionalExtraState, torch.n
     def set_extra_state(self, state) -> None:
         """Load what ``get_extra_state`` made."""
         decode_extra_state(self, state)
+        bind_quantizers(self)
+
+    def call_obstacle(self, *args, **kwargs) -> str:
+        """Why a call with these arguments can not be traced; empty if it can."""
+        del args, kwargs
+        return self.unsupported_in_graph()
 
     def unsupported_in_graph(self) -> str:
         """Why this module, as configured, can not be traced; empty if it can."""
-        if FP8GlobalStateManager.quantization_state.kind != "delayed":
+        if self.wgrad_store.enabled and torch.is_grad_enabled():
+            return (
+                f"'{self.name}' was built with delay_wgrad_compute=True: its backward leaves GEMMs"
+                " to backward_dw(), which a graph, whose results are tensors, can not."
+            )
+        state = FP8GlobalStateManager.quantization_state
+        if state.kind == "custom":
+            return custom_obstacle(self._custom_key, state.spec)
+        if state.kind != "delayed":
             return ""
         return "" if isinstance(delayed_scaling.REGION.rule, str) else PYTHON_RULE_IN_GRAPH
+
+    # --- weight gradients ------------------------------------------------------------------------
+
+    def weight_parameters(self) -> list:
+        """For each GEMM the list of parameters that its weight consists of."""
+        params = [getattr(self, name) for name in self.weight_names]
+        return [[param] for param in params] if self.num_gemms > 1 else [params]
+
+    def _put_off(self, fused) -> Callable:
+        """What backward hands the operands of its weight gradients to."""
+
+        def hold(held: list) -> None:
+            self.wgrad_store.put([held, fused], lambda held, _: run_put_off(held))
+
+        return hold
+
+    def need_backward_dw(self) -> bool:
+        """Whether weight gradients are left to ``backward_dw``."""
+        return self.wgrad_store.delay_wgrad_compute()
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients of the oldest backward pass that put them off.
+
+        They are added to ``main_grad`` with ``fuse_wgrad_accumulation``, else they replace
+        ``.grad``. Nothing happens unless the module was built with ``delay_wgrad_compute=True``.
+        """
+        if not self.need_backward_dw():
+            return
+        gradients, (_, fused) = self.wgrad_store.pop()
+        plan = {weight.position: weight for weight in fused or ()}
+        positions, weights = OPS[self.op_name].weight_positions, self.weight_parameters()
+        for gemm, grad in gradients:
+            give_gradient(weights[gemm], plan.get(positions[gemm]), grad)
+        for hook in self.wgrad_accumulation_and_reduce_hooks:
+            hook()
 
     # --- one forward call ------------------------------------------------------------------------
 
@@ -206,12 +298,21 @@ class TransformerEngineBaseModule(PrecisionMetadata, OptionalExtraState, torch.n
         lead = shape[:-1] if inp.dim() > 1 else (1,)
         if inp.dim() != 2:
             inp = inp.reshape(math.prod(lead), features)
+        spec, scaling = self._precision()
+        return Call(inp.contiguous(), lead, shape, spec, scaling)
+
+    def _precision(self) -> tuple[str, Optional[delayed_scaling.DelayedScalingState]]:
+        """The recipe part of the configuration, and the state if delayed scaling is part of it."""
         state = FP8GlobalStateManager.quantization_state
-        kind, scaling = state.kind, None
-        if kind == "delayed" or calibrates(state):
-            scaling = delayed_scaling.state_of(self, state.fp8_recipe)
-            delayed_scaling.enter(scaling)
-        return Call(inp.contiguous(), lead, shape, state.spec, kind, scaling)
+        spec, rule = state.spec, delayed_scaling.REGION.rule
+        if state.kind == "custom":
+            rule = custom_update_rule(self._custom_key, spec)
+            spec = custom_module_spec(self._custom_key, spec)
+        if rule == "":
+            return spec, None
+        scaling = delayed_scaling.state_of(self, rule)
+        delayed_scaling.enter(scaling, rule)
+        return spec, scaling
 
     def _begin_eager(self) -> None:
         """Bookkeeping that a trace must not record.
@@ -223,6 +324,14 @@ class TransformerEngineBaseModule(PrecisionMetadata, OptionalExtraState, torch.n
         self.fp8, self.fp8_calibration = state.fp8_enabled, state.fp8_calibration
         if not (state.fp8_enabled or state.fp8_calibration):
             return
+        if self.init_recipe is not None and self._recipe is None:
+            changes = quantizer_changes(self.init_recipe, state.fp8_recipe)
+            if changes:
+                warnings.warn(
+                    f"Quantizer is being updated, this may affect model behavior: '{self.name}' was"
+                    f" made with {changes[0]} and runs with {changes[1]}.",
+                    stacklevel=5,
+                )
         old, new = type(self._recipe), type(state.fp8_recipe)
         if self._recipe is not None and not (issubclass(old, new) or issubclass(new, old)):
             warnings.warn(
@@ -256,106 +365,124 @@ class TransformerEngineBaseModule(PrecisionMetadata, OptionalExtraState, torch.n
         return dtype
 
     def _weight(
-        self, call: Call, key: str, weight: Tensor, slot: int, is_first_microbatch, columnwise: bool
-    ) -> Operand:
-        """The GEMM weight as quantized operand (all None without quantization)."""
+        self, call: Call, gemm: int, weight: Tensor, is_first_microbatch, columnwise: bool
+    ) -> WeightOperand:
+        """The weight of linear stage ``gemm`` as quantized operand (Nones if it is not)."""
+        slot = 3 * gemm + 1
+        primary = isinstance(weight, QuantizedTensor)
+        if not (primary or is_plain(weight) or torch.compiler.is_compiling()):
+            self._refuse_shard(weight)
+        tensor = weight
+        if primary:
+            if torch.compiler.is_compiling():
+                bind_all_quantizers()
+            else:
+                bind_quantizers(self)
+            tensor = stand_in(weight, call.spec, gemm, call.x.dtype)
         if not call.spec:
             if call.scaling is not None:  # calibrating
-                amax = amax_only(kernels(), weight.detach())
+                amax = amax_only(kernels(), tensor.detach())
                 delayed_scaling.record_forward(call.scaling, [amax], [slot])
-            return Operand()
-        check_fp8_weight(self, key, weight)
+            return WeightOperand(tensor)
+        quant = gemm_text(call.spec, "w", gemm)
+        if quant == "":
+            return WeightOperand(tensor)
+        check_weight(self, gemm, weight, call.spec)
+        if PHASE.backward_follows and is_first_microbatch is not None:
+            columnwise = True  # what is cached now is for the training step that follows
+        elif is_first_microbatch and not through_dispatcher() and PHASE.recomputing:
+            is_first_microbatch = False  # it was cached by the first pass
+        backward, columnwise = columnwise, columnwise and "bwd=" not in call.spec
+        if primary:
+            label = self.weight_names[gemm]
+            buffers = primary_buffers(self, label, weight, quant, columnwise)
+            return WeightOperand(tensor, buffers, weight.quant)
         scale = None if call.scaling is None else call.scaling.fwd_scale
-        operand, amax = weight_operand(
-            self._fp8_workspaces,
-            key,
-            weight,
-            weight_spec(call.spec),
-            scale,
-            slot,
-            is_first_microbatch,
-            columnwise and "bwd=" not in call.spec,
-        )
-        if call.scaling is not None and amax is not None:
-            delayed_scaling.record_forward(call.scaling, [amax], [slot])
+        if self.weights_are_gathered and self._is_parameter(weight):
+            operand = quantized_for_one_pass(weight, quant, scale, slot, backward, columnwise)
+        else:
+            operand = quantized_weight(
+                self._fp8_workspaces,
+                self.weight_names[gemm] if self.num_gemms > 1 else "weight",
+                weight,
+                quant,
+                scale,
+                slot,
+                None if self.weights_are_gathered else is_first_microbatch,
+                columnwise,
+            )
+        if operand.amax is not None and "delayed" in quant:
+            delayed_scaling.record_forward(call.scaling, [operand.amax], [slot])
         return operand
 
-    def _run(self, call: Call, static: str, tensors: tuple, names: tuple, want: bool = False):
-        """Run the module op; returns ``(y, ln_out or None)`` in the shapes that users see."""
+    def _run(
+        self,
+        call: Call,
+        static: str,
+        tensors: tuple,
+        names: tuple,
+        weights: tuple,
+        is_first_microbatch: Optional[bool],
+        want: bool = False,
+    ):
+        """Run the module op; returns ``(y, ln_out or None)`` in the shapes that users see.
+
+        ``tensors``, with ``names``, are the op's inputs before the buffers of ``weights``.
+        """
         need = wanted_gradients(names, tensors)
         scaling = call.scaling
+        exporting = is_exporting()
+        if exporting and scaling is not None and call.spec:
+            need = ""  # a program has no backward scales that it could renew
         config = f"{static};{call.spec};need={need};out={'norm' if want else ''}"
-        if scaling is not None and not call.spec:
+        if call.spec:
+            config += made_weights(weights, call.spec)
+        elif scaling is not None:
             config += ";cal=1"
         bwd_state = _NO_BWD_STATE
-        if call.kind == "delayed" and need:
+        if scaling is not None and call.spec and (need or PHASE.backward_follows):
             rule = delayed_scaling.enter_backward(scaling)
             bwd_state = (scaling.bwd_scale, scaling.bwd_history, self.bwd_amax_slots, rule)
+        for weight in weights:
+            tensors = (*tensors, *weight.buffers)
+        fused, main_grads, store = None, (), None
+        if need and self.fuse_wgrad_accumulation and not exporting:
+            fused, main_grads = plan_fused(
+                self,
+                self.weight_parameters(),
+                OPS[self.op_name].weight_positions,
+                call.x.dtype,
+                is_first_microbatch,
+            )
+            if main_grads:
+                config += f";dw={str(main_grads[0].dtype)[6:]}"
+        if need and self.wgrad_store.enabled and not exporting:
+            config += ";delay=1"
+            store = self._put_off(fused)
         fwd_scale = None if scaling is None else scaling.fwd_scale
+        if need and self.checkpoint:
+            config += ";recompute=1"
+            if scaling is not None:
+                # Backward reads the scale of now, which is renewed in place; Inductor would drop
+                # a clone().
+                fwd_scale = kernels().after(fwd_scale, fwd_scale)
         outputs = run_module_op(
-            self.op_name, config, bwd_state, (*tensors, fwd_scale), train=bool(need), want=want
+            self.op_name,
+            config,
+            bwd_state,
+            (*tensors, fwd_scale),
+            train=bool(need),
+            want=want,
+            fused=fused,
+            main_grads=main_grads,
+            store=store,
         )
         if scaling is not None:
             amaxes = outputs[len(outputs) - len(self.fwd_amax_slots) :]
             delayed_scaling.record_forward(scaling, list(amaxes), list(self.fwd_amax_slots))
-        y = outputs[0].view(*call.lead, outputs[0].shape[-1])
+        y = outputs[0]
+        if len(call.lead) != 1:
+            # Not a view: sharded training marks outputs, and loses its mark on a view that the user
+            # changes in place.
+            y = torch.ops.aten._unsafe_view.default(y, (*call.lead, y.shape[-1]))
         return (y, outputs[1].view(call.shape)) if want else (y, None)
-
-
-def autocast_dtype(device_type: str) -> Optional[torch.dtype]:
-    """The dtype of an active ``torch.autocast`` for this kind of device, None without one."""
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return None
-    return torch.get_autocast_dtype(device_type)
-
-
-def calibrates(state) -> bool:
-    """Whether amaxes are recorded for delayed scaling while computing in high precision."""
-    return state.fp8_calibration and not state.fp8_enabled and state.fp8_recipe.delayed()
-
-
-def wanted_gradients(names: tuple, tensors: tuple) -> str:
-    """Comma-joined names of the tensors whose gradient this call must be able to give."""
-    if not torch.is_grad_enabled():
-        return ""
-    return ",".join([n for n, t in zip(names, tensors) if n and t is not None and t.requires_grad])
-
-
-def weight_spec(spec: str) -> str:
-    """The encoded weight quantization in a recipe's configuration text."""
-    start = spec.index("w=") + 2
-    return spec[start : spec.index(";", start)]
-
-
-class DimensionError(ValueError, AssertionError):
-    """A tensor's dimension does not fit. Also an AssertionError, which the reference raises."""
-
-
-def shape_text(shape) -> str:
-    """``shape`` for a message; also in a trace the last dimension is a number, not a symbol."""
-    sizes = [f"{size}" for size in shape[:-1]] + [f"{operator.index(size)}" for size in shape[-1:]]
-    return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
-
-
-def raise_dimension(message: str) -> None:
-    """Raise a ``DimensionError`` (in a trace: a ValueError, which Dynamo can carry)."""
-    if torch.compiler.is_compiling():
-        raise ValueError(message)
-    raise DimensionError(message)
-
-
-def check_fp8_weight(module, key: str, weight: Tensor) -> None:
-    """FP8 GEMMs want weights ``[out, in]`` with out % 8 == 0 and in % 16 == 0."""
-    for dim, need in ((0, 8), (1, 16)):
-        size = weight.shape[dim]
-        if size % need != 0:
-            label = {"fc1_weight": "FC1 ", "fc2_weight": "FC2 "}.get(key, "")
-            # FC1's output is FC2's input, which must fit as well.
-            multiple = 16 if key == "fc1_weight" else need
-            fitting = math.ceil(size / multiple) * multiple
-            raise ValueError(
-                f"FP8 execution requires dimension {dim} of the {label}weight of"
-                f" {type(module).__name__} '{module.name}' to be a multiple of {need}, but it is"
-                f" {size} (shape {tuple(weight.shape)}). Use {fitting},"
-                " or run this module outside of te.autocast."
-            )

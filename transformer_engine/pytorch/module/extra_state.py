@@ -1,53 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
 """``_extra_state``: delayed-scaling state as one flat uint8 tensor that is not a pickle.
 
+States of the reference package, which are pickles, are read, but never written.
+
 Layout: the magic bytes, the length of a JSON header as 8 little-endian bytes, the header (names and
 shapes), then the fp32 tensors one after another. An empty tensor means "no such state".
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
-import pickletools
 import struct
 
 import torch
 from torch import Tensor
 
+from ..checkpoints import reference_state
 from ..core import delayed_scaling
+from .extra_state_item import DistributedExtraState
 
 MAGIC = b"TE-DELAYED-SCALING-1"
-# Classes that a pickled state without scales may name.
-STATELESS_CLASSES = frozenset(
-    {
-        "Float8BlockScaling",
-        "Float8CurrentScaling",
-        "Format",
-        "MMParams",
-        "MXFP8BlockScaling",
-        "NVFP4BlockScaling",
-        "QParams",
-        "_FormatHelper",
-    }
-)
 FIELDS = ("fwd_scale", "fwd_history", "bwd_scale", "bwd_history")
 
 
-class OptionalExtraState:
+class OptionalExtraState(DistributedExtraState):
     """Lets checkpoints load that have no extra state, such as those of ``torch.nn.Linear``.
 
-    Delayed scaling then starts, or goes on, with the scales that the module has.
+    Delayed scaling then starts, or goes on, with the scales that the module has. The other way
+    round, a module of ``torch.nn`` loads all keys of a state dict but those that end in
+    ``_extra_state``, which have to be dropped (or ``strict=False``).
     """
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
     ):
+        key = prefix + "_extra_state"
+        if getattr(self, "primary_weights_in_fp8", False) and key in state_dict:
+            # Before the parameters: they are quantized with the scales that it holds.
+            self.set_extra_state(state_dict[key])
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        if prefix + "_extra_state" in missing_keys:
-            missing_keys.remove(prefix + "_extra_state")
+        if key in missing_keys:
+            missing_keys.remove(key)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -78,82 +75,87 @@ def encode_extra_state(module) -> Tensor:
 def decode_extra_state(module, state) -> None:
     """Restore what ``encode_extra_state`` made; None and empty tensors restore nothing.
 
+    Pickles that the reference package wrote (in uint8 tensors, ``bytes`` or ``io.BytesIO``) are
+    read too, without executing anything in them; see ``checkpoints.reference_state``.
+
     Raises
     ------
     RuntimeError
-        The state is of another kind (for example a pickle, which could run code when loaded), or
-        has another number of slots than the module.
+        The state is of another kind, for example a pickle of other classes, or damaged, or has
+        another number of slots than the module.
     """
     if state is None or (isinstance(state, Tensor) and state.numel() == 0):
         return
-    data = state.detach().cpu() if isinstance(state, Tensor) else torch.empty(0, dtype=torch.uint8)
-    start = len(MAGIC) + 8
-    head = bytes(data[:start].tolist()) if data.dtype == torch.uint8 else b""
-    if not head.startswith(MAGIC):
-        if data.dtype == torch.uint8 and holds_no_scales(bytes(data.tolist())):
+    name = f"{type(module).__name__} '{module.name}'"
+    if isinstance(state, Tensor) and state.dtype == torch.uint8:
+        data = state.detach().cpu().flatten()
+        if bytes(data[: len(MAGIC)].tolist()) == MAGIC:
+            _install(module, name, _decode(data, name))
             return
+        state = bytes(data.tolist())
+    elif not isinstance(state, (bytes, bytearray, io.BytesIO)):
+        kind = f"tensor of {state.dtype}" if isinstance(state, Tensor) else type(state).__name__
         raise RuntimeError(
-            f"The _extra_state of '{module.name}' is not one that this package wrote; it may be a"
-            " pickle that holds delayed-scaling state. Pickles are not loaded, because that can"
-            " run any code (NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE of the reference package has no"
-            " effect here). Drop the key from the checkpoint; delayed scaling then starts with"
-            " scales of one."
+            f"The _extra_state of {name} is a {kind}, but must be a uint8 tensor, as"
+            " get_extra_state gives it. Drop the key from the checkpoint: delayed scaling then"
+            " starts with scales of one."
         )
+    scales = reference_state.load(state, name)
+    if scales is not None:
+        _install(module, name, scales._asdict())
+
+
+def _decode(data: Tensor, name: str) -> dict[str, Tensor]:
+    """The fp32 tensors, by their names, in the bytes of a state that this package wrote."""
+    start = len(MAGIC) + 8
     try:
-        (length,) = struct.unpack("<Q", head[len(MAGIC) :])
+        (length,) = struct.unpack("<Q", bytes(data[len(MAGIC) : start].tolist()))
         shapes = json.loads(bytes(data[start : start + length].tolist()))
-        expected = start + length + 4 * sum(math.prod(shapes[field]) for field in FIELDS)
-    except (ValueError, KeyError, struct.error):
+        expected = -1
+        if _plausible(*(shapes[field] for field in FIELDS)):
+            expected = start + length + 4 * sum(math.prod(shapes[field]) for field in FIELDS)
+    except (ValueError, KeyError, TypeError, struct.error):
         expected = -1
     if data.numel() != expected:
         raise RuntimeError(
-            f"The _extra_state of '{module.name}' is damaged: it has {data.numel()} bytes, but its"
+            f"The _extra_state of {name} is damaged: it has {data.numel()} bytes, but its"
             f" header {'can not be read' if expected < 0 else f'announces {expected}'}. Load"
             " another copy of the checkpoint, or drop the key; delayed scaling then starts anew."
         )
-    forward, backward = module.delayed_slots()
-    if shapes["fwd_scale"] != [forward] or shapes["bwd_scale"] != [backward]:
+    tensors, offset = {}, start + length
+    for field in FIELDS:
+        size = 4 * math.prod(shapes[field])
+        # A copy of the bytes is aligned for fp32.
+        chunk = data[offset : offset + size].clone().view(torch.float32)
+        tensors[field] = chunk.view(shapes[field])
+        offset += size
+    return tensors
+
+
+def _plausible(fwd_scale: list, fwd_history: list, bwd_scale: list, bwd_history: list) -> bool:
+    """Whether these are the shapes of scales ``[slots]`` and histories ``[length, slots]``."""
+    length = fwd_history[0]
+    counts = (length, *fwd_scale, *bwd_scale)
+    same = (fwd_history, bwd_history) == ([length, *fwd_scale], [length, *bwd_scale])
+    return same and len(counts) == 3 and all(isinstance(n, int) and n > 0 for n in counts)
+
+
+def _install(module, name: str, tensors: dict[str, Tensor]) -> None:
+    """Make ``tensors`` the delayed-scaling state of the module."""
+    slots = module.delayed_slots()
+    found = len(tensors["fwd_scale"]), len(tensors["bwd_scale"])
+    if found != slots:
         raise RuntimeError(
-            f"The _extra_state of '{module.name}' has {shapes['fwd_scale'][0]} forward and"
-            f" {shapes['bwd_scale'][0]} backward slots, but the module has {forward} and"
-            f" {backward}; the checkpoint is of another kind of module."
+            f"The _extra_state of {name} has {found[0]} forward and {found[1]} backward slots, but"
+            f" the module has {slots[0]} and {slots[1]}; the checkpoint is of another kind of"
+            " module. Load it into a module of that kind, or drop the key: delayed scaling then"
+            " starts with scales of one."
         )
     device = module.delayed_device() or torch.device("cpu")
-    offset = start + length
     with delayed_scaling.ordinary_tensors():
         scaling = delayed_scaling.DelayedScalingState(
-            forward, backward, shapes["fwd_history"][0], device
+            *slots, tensors["fwd_history"].shape[0], device
         )
         for field in FIELDS:
-            target = getattr(scaling, field)
-            size = target.numel() * 4
-            # A copy of the bytes is aligned for fp32.
-            chunk = data[offset : offset + size].clone().view(torch.float32)
-            target.copy_(chunk.view(target.shape))
-            offset += size
+            getattr(scaling, field).copy_(tensors[field])
     module._delayed_scaling = scaling
-
-
-def holds_no_scales(payload: bytes) -> bool:
-    """Whether a pickle of the reference package holds nothing that this package would restore.
-
-    True for pickles that name no class at all, or no class but those of recipes without state. The
-    opcodes are read, nothing is executed.
-    """
-    named, strings = set(), []
-    try:
-        for opcode, argument, _ in pickletools.genops(payload):
-            if opcode.name == "GLOBAL":
-                named.add(tuple(argument.split(" ", 1)))
-            elif opcode.name == "STACK_GLOBAL":
-                named.add(tuple(strings[-2:]))
-            elif isinstance(argument, str):
-                strings.append(argument)
-    except ValueError:
-        return False
-    recipes = {
-        (module, name)
-        for module, name in named
-        if module.startswith("transformer_engine.") and name in STATELESS_CLASSES
-    }
-    return bool(payload) and named == recipes

@@ -8,32 +8,16 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from ..core.wgrad import WeightGradStore
 from ..distributed import get_distributed_world_size, set_tensor_model_parallel_attributes
+from ..quantization import FP8GlobalStateManager
+from ..quantized_tensor import QuantizedTensor
 from ..utils import divide, get_default_init_method
 from .base import Call, TransformerEngineBaseModule, resolve_device
+from .quantized_edges import edge_quantizer, high_precision, quantize_gradient_of
 from .split import concatenated, share_buffer, split_sizes
 
 GEMM_PARALLEL_MODES = ("row", "column", None)
-_LATER = {
-    "fp8_output": "fp8_output=True (a quantized output tensor)",
-    "fp8_grad": "fp8_grad=True (a quantized input gradient)",
-    "checkpoint": "checkpoint=True (recomputation in backward)",
-    "fuse_wgrad_accumulation": "fuse_wgrad_accumulation=True in a training step",
-    "delay_wgrad_compute": "delay_wgrad_compute=True in a training step",
-}
-
-
-def later(module, **options) -> None:
-    """Raise for an option that this version accepts but can not act on yet."""
-    training = torch.is_grad_enabled()
-    options["fuse_wgrad_accumulation"] = module.fuse_wgrad_accumulation and training
-    options["delay_wgrad_compute"] = module.delay_wgrad_compute and training
-    for option, acts in options.items():
-        if acts:
-            raise RuntimeError(
-                f"{type(module).__name__} '{module.name}': {_LATER[option]} is not available in"
-                " this version yet; leave it off."
-            )
 
 
 class GemmModule(TransformerEngineBaseModule):
@@ -72,6 +56,7 @@ class GemmModule(TransformerEngineBaseModule):
     def _set_training_options(self, fuse_wgrad_accumulation: bool, delay_wgrad_compute: bool):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
+        self.wgrad_store = WeightGradStore(delay_wgrad_compute, self.ub_bulk_wgrad)
 
     # --- parameters ------------------------------------------------------------------------------
 
@@ -187,21 +172,40 @@ class GemmModule(TransformerEngineBaseModule):
             return weight, None
         return weight, concatenated([getattr(self, name) for name in self.bias_names])
 
-    def _begin_linear(self, inp: Tensor, norm: tuple, **options) -> tuple:
+    def _begin_linear(self, inp: Tensor, norm: tuple, fp8_grad: bool) -> tuple:
         """Begin a call of a module with one GEMM: ``(call, weight, bias)`` in the activation dtype.
 
-        ``norm`` are the norm's parameters; ``options`` are arguments that only act in later
-        versions.
+        ``norm`` are the norm's parameters.
         """
-        later(self, **options)
         weight, bias = self._weight_and_bias()
+        inp = high_precision(inp)
         call = self._begin(inp, self.in_features, (*norm, weight, bias))
+        if fp8_grad and call.spec:
+            call = call._replace(x=quantize_gradient_of(self, call.x, call.spec, call.scaling))
         return call, self._cast(call, weight), self._cast(call, bias)
+
+    def _finish_linear(self, call: Call, y: Tensor, fp8_output: bool) -> Tensor:
+        """``y``, quantized if asked for and if a recipe is active."""
+        if not (fp8_output and call.spec):
+            return y
+        return edge_quantizer(self, call.spec, "x", call.scaling)(y)
+
+    def call_obstacle(
+        self, is_first_microbatch=None, fp8_output: bool = False, fp8_grad: bool = False
+    ) -> str:
+        """Why a call with these arguments can not be traced; empty if it can."""
+        del is_first_microbatch
+        if FP8GlobalStateManager.is_fp8_enabled():
+            if fp8_output:
+                return "fp8_output=True: Dynamo can not make a quantized tensor inside of a graph."
+            if fp8_grad and torch.is_grad_enabled():
+                return "fp8_grad=True: a graph has plain tensors as gradients."
+        return self.unsupported_in_graph()
 
     @staticmethod
     def _cast(call: Call, tensor: Optional[Tensor]) -> Optional[Tensor]:
-        """``tensor`` in the activation dtype; differentiable."""
-        if tensor is None or tensor.dtype == call.x.dtype:
+        """``tensor`` in the activation dtype; differentiable. Quantized weights stay."""
+        if tensor is None or tensor.dtype == call.x.dtype or isinstance(tensor, QuantizedTensor):
             return tensor
         return tensor.to(call.x.dtype)
 

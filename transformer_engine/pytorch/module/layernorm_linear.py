@@ -112,18 +112,15 @@ class LayerNormLinear(NormParameters, GemmModule):
 
         Returns ``out``, ``(out, bias)``, ``(out, ln_out)`` or ``(out, bias, ln_out)`` by
         ``return_bias`` and ``return_layernorm_output``. Without a bias the returned bias is an
-        empty tensor. ``is_first_microbatch`` as in :class:`Linear`.
+        empty tensor. The other arguments are those of :class:`Linear`.
         """
         ln_weight, ln_bias = self.layer_norm_weight, self.layer_norm_bias
-        call, weight, bias = self._begin_linear(
-            inp, (ln_weight, ln_bias), fp8_output=fp8_output, fp8_grad=fp8_grad
-        )
+        call, weight, bias = self._begin_linear(inp, (ln_weight, ln_bias), fp8_grad)
         ln_weight, ln_bias = self._cast(call, ln_weight), self._cast(call, ln_bias)
         operand = self._weight(
             call,
-            "weight",
+            0,
             weight,
-            1,
             is_first_microbatch,
             self._grad_below_norm(call, ln_weight, ln_bias),
         )
@@ -132,19 +129,13 @@ class LayerNormLinear(NormParameters, GemmModule):
         y, ln_out = self._run(
             call,
             self.norm_config,
-            (
-                call.x,
-                ln_weight,
-                ln_bias,
-                weight,
-                added,
-                operand.row,
-                operand.col,
-                operand.scale_inv,
-            ),
-            ("x", "ln_weight", "ln_bias", "weight", "bias", "", "", ""),
+            (call.x, ln_weight, ln_bias, operand.tensor, added),
+            ("x", "ln_weight", "ln_bias", "weight", "bias"),
+            (operand,),
+            is_first_microbatch,
             want,
         )
+        y = self._finish_linear(call, y, fp8_output)
         if not (self.return_bias or want):
             return y
         if bias is None:

@@ -13,9 +13,10 @@ from ..dynamo.capability import compiled_or_eager
 from ..environment import bias_gelu_fusion_enabled, gemm_gelu_fusion_enabled
 from ..formats.activations import ACTIVATIONS, activation_width, is_gated
 from ..utils import divide, get_default_init_method
-from .base import check_fp8_weight, raise_dimension
-from .gemm_module import GemmModule, later
+from .checks import check_weight, raise_dimension
+from .gemm_module import GemmModule
 from .norm_parameters import NormParameters
+from .quantized_edges import high_precision
 
 # Defaults of ``activation_params``, read by clamped_swiglu.
 CLAMPED_SWIGLU = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
@@ -176,10 +177,10 @@ class LayerNormMLP(NormParameters, GemmModule):
         ``return_bias`` and ``return_layernorm_output``; the returned bias is ``fc2_bias``, None
         without a bias. ``is_first_microbatch`` as in :class:`Linear`, for both weights.
         """
-        later(self, checkpoint=self.checkpoint and torch.is_grad_enabled())
         w1, b1 = self.fc1_weight, self.fc1_bias if self.use_bias else None
         w2, b2 = self.fc2_weight, self.fc2_bias if self.use_bias else None
         ln_weight, ln_bias = self.layer_norm_weight, self.layer_norm_bias
+        inp = high_precision(inp)
         call = self._begin(inp, self.hidden_size, (ln_weight, ln_bias, w1, b1, w2, b2))
         self._check_gemms(call)
         ln_weight, ln_bias = self._cast(call, ln_weight), self._cast(call, ln_bias)
@@ -187,20 +188,19 @@ class LayerNormMLP(NormParameters, GemmModule):
         w2, b2 = self._cast(call, w2), self._cast(call, b2)
         below_norm = self._grad_below_norm(call, ln_weight, ln_bias)
         below_activation = below_norm or self._grad_of(w1, b1)
-        q1 = self._weight(call, "fc1_weight", w1, 1, is_first_microbatch, below_norm)
-        q2 = self._weight(call, "fc2_weight", w2, 4, is_first_microbatch, below_activation)
+        q1 = self._weight(call, 0, w1, is_first_microbatch, below_norm)
+        q2 = self._weight(call, 1, w2, is_first_microbatch, below_activation)
         want = self.return_layernorm_output
         y, ln_out = self._run(
             call,
             self.norm_config + ";" + self._activation_config,
             (
-                *(call.x, ln_weight, ln_bias, w1, b1, w2, None if self.return_bias else b2),
-                *(q1.row, q1.col, q1.scale_inv, q2.row, q2.col, q2.scale_inv),
+                *(call.x, ln_weight, ln_bias, q1.tensor, b1, q2.tensor),
+                None if self.return_bias else b2,
             ),
-            (
-                *("x", "ln_weight", "ln_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"),
-                *("", "", "", "", "", ""),
-            ),
+            ("x", "ln_weight", "ln_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"),
+            (q1, q2),
+            is_first_microbatch,
             want,
         )
         if not (self.return_bias or want):
@@ -210,15 +210,10 @@ class LayerNormMLP(NormParameters, GemmModule):
 
     def _check_gemms(self, call) -> None:
         """Check both GEMMs before anything runs, in a trace as well as in eager."""
-        if "bwd=" in call.spec:
-            raise_dimension(
-                "LayerNormMLP does not support a recipe with backward_override; use"
-                " LayerNormLinear followed by Linear."
-            )
         if call.spec:
             # Both before either is quantized, so that an error leaves nothing half done.
-            check_fp8_weight(self, "fc1_weight", self.fc1_weight)
-            check_fp8_weight(self, "fc2_weight", self.fc2_weight)
+            check_weight(self, 0, self.fc1_weight, call.spec)
+            check_weight(self, 1, self.fc2_weight, call.spec)
         if self.fc1_weight.shape[1] != self.hidden_size:
             raise_dimension(
                 f"GEMM not possible: FC1 of LayerNormMLP '{self.name}' has a weight of shape"
@@ -232,5 +227,3 @@ class LayerNormMLP(NormParameters, GemmModule):
                 f" {tuple(self.fc2_weight.shape)}, but its dimension 1 must be {width}, the width"
                 f" of {self.activation} of an FC1 output of width {self.fc1_weight.shape[0]}."
             )
-        for name in self.weight_names if call.spec else ():
-            check_fp8_weight(self, name, getattr(self, name))

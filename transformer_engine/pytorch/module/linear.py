@@ -8,6 +8,7 @@ from typing import Callable, Dict, Optional, Tuple, Union
 import torch
 from torch import Tensor
 
+from ..core.config import gemm_text
 from ..dynamo.capability import compiled_or_eager
 from .gemm_module import GemmModule
 
@@ -36,6 +37,9 @@ class Linear(GemmModule):
         Which dimension of the weight is split over ``tp_size`` ranks.
     parameters_split : tuple of str, or dict of str to int, optional
         Split the weight (and bias) by output feature into parameters ``<name>_weight``.
+    save_original_input : bool
+        Keep the input itself for backward, not its quantized copy, and quantize it again there:
+        saves memory where the input is alive anyway. Not with delayed scaling.
     device : str, torch.device or int
         ``"cuda"`` means the CPU where there is no CUDA device; ``"meta"`` defers initialisation to
         ``reset_parameters``.
@@ -105,18 +109,33 @@ class Linear(GemmModule):
         """``inp [..., in_features]`` to ``[..., out_features]``; a 1-D input gives ``[1, out]``.
 
         ``is_first_microbatch``: None quantizes the weight at each call; True also caches it; False
-        takes the cached one. Returns ``out`` or ``(out, bias)``.
+        takes the cached one. ``fp8_output``: quantize ``out`` with the recipe's format (a
+        ``te.QuantizedTensor``); ``fp8_grad``: the same for the input's gradient; both do nothing
+        outside of ``te.autocast``. ``inp`` may be quantized. Returns ``out`` or ``(out, bias)``.
         """
-        call, weight, bias = self._begin_linear(inp, (), fp8_output=fp8_output, fp8_grad=fp8_grad)
+        call, weight, bias = self._begin_linear(inp, (), fp8_grad)
         grad = torch.is_grad_enabled()
-        operand = self._weight(
-            call, "weight", weight, 1, is_first_microbatch, grad and call.x.requires_grad
-        )
+        operand = self._weight(call, 0, weight, is_first_microbatch, grad and call.x.requires_grad)
         added = None if self.return_bias else bias
         y, _ = self._run(
             call,
-            "",
-            (call.x, weight, added, operand.row, operand.col, operand.scale_inv),
-            ("x", "weight", "bias", "", "", ""),
+            "orig=1" if self._saves_original(call.spec) else "",
+            (call.x, operand.tensor, added),
+            ("x", "weight", "bias"),
+            (operand,),
+            is_first_microbatch,
         )
+        y = self._finish_linear(call, y, fp8_output)
         return (y, bias) if self.return_bias else y
+
+    def _saves_original(self, spec: str) -> bool:
+        """Whether backward shall quantize the original input again, to save its quantized copy."""
+        if not (self.save_original_input and spec) or "bwd=" in spec:
+            return False
+        quant = gemm_text(spec, "x", 0)
+        if "delayed" in quant:
+            raise ValueError(
+                f"Linear '{self.name}' has save_original_input=True, which delayed scaling can not"
+                " have: its scales will have changed by the backward pass. Use another recipe."
+            )
+        return "stochastic" not in quant  # the second quantization would give other values

@@ -12,7 +12,14 @@ from typing import Optional
 from torch import Tensor
 
 from ...common.recipe import DelayedScaling
-from ..quantization import DelayedScalingRecipeState, QuantizerRole, RecipeState, get_fp8_max
+from ..quantization import (
+    CustomRecipeState,
+    DelayedScalingRecipeState,
+    QuantizerRole,
+    RecipeState,
+    get_fp8_max,
+)
+from .primary_parameters import bind_quantizers
 
 DIRECTIONS = (("scaling_fwd", "forward"), ("scaling_bwd", "backward"))
 
@@ -60,9 +67,18 @@ class PrecisionMetadata:
 
     def _recipe_state(self, recipe, mode: str, slots: int) -> RecipeState:
         """The recipe state of one direction; with delayed scaling it shows the live tensors."""
-        options = {"mode": mode, "num_quantizers": slots, "device": self.delayed_device()}
-        if recipe.delayed() and self._delayed_scaling is not None:
-            return DelayedScalingRecipeState(recipe, owner=self._delayed_scaling, **options)
+        roles = self.get_quantizer_roles(fwd=mode == "forward", num_quantizers=slots)
+        options = {
+            "mode": mode,
+            "num_quantizers": slots,
+            "device": self.delayed_device(),
+            "roles": roles,
+        }
+        scaling = self._delayed_scaling
+        if recipe.delayed() and scaling is not None:
+            return DelayedScalingRecipeState(recipe, owner=scaling, **options)
+        if recipe.custom():
+            return CustomRecipeState(recipe, owner=scaling, **options)
         return RecipeState.create(recipe, **options)
 
     @property
@@ -127,6 +143,7 @@ class PrecisionMetadata:
         del fwd
         if self._delayed_scaling is not None:
             self._delayed_scaling.resize(length)
+            bind_quantizers(self)
 
 
 def _fill(target: Tensor, value) -> None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""quantize and dequantize of per-tensor FP8, and the launches other leaves share with them.
+"""quantize and dequantize, and the launches of per-tensor FP8 that other leaves share with them.
 
-Memory traffic per element of bf16 input with both orientations: delayed 4 bytes (one pass), current
-6 bytes (amax pass, cast pass). The cast pass walks the tensor backwards, because the amax pass has
-just left its end in the L2 cache.
+Memory traffic of per-tensor FP8 per element of bf16 input with both orientations: delayed 4 bytes
+(one pass), current 6 bytes (amax pass, cast pass). The cast pass walks the tensor backwards,
+because the amax pass has just left its end in the L2 cache. ``block_scaled.py`` has the other
+formats.
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...formats.layout import Quantized
 from ...formats.spec import QuantSpec, decode_quant
+from .amax import partial_amaxes
+from .block_dequantize import dequantize_blocks
+from .block_scaled import quantize_source, source_of
 from .common import (
-    MAX_PARTIALS,
-    Buffers,
     amax_of_tile,
     cast_block,
     empty,
     finish_amax_kernel,
     format_code,
     largest_magnitude,
-    maximum_dropping_nan,
     padded_partials,
     prefetch_scale,
     quantization_buffers,
@@ -42,19 +44,6 @@ from .tiles import (
     store_words,
     tile_rows_and_columns,
 )
-
-
-@triton.jit
-def amax_kernel(x, partials, numel, BLOCK: tl.constexpr):
-    """partials[pid] = max |x| over every num_programs-th block of the flat tensor."""
-    pid = tl.program_id(0)
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
-    acc = tl.zeros((BLOCK,), tl.float32)
-    for start in range(pid.to(tl.int64) * BLOCK, numel, step):
-        i = start + tl.arange(0, BLOCK)
-        v = tl.load(x + i, mask=i < numel, other=0.0).to(tl.float32)
-        acc = maximum_dropping_nan(acc, tl.abs(v))
-    tl.store(partials + pid, tl.max(acc, 0))
 
 
 @triton.jit(do_not_specialize=["slot", "n_partials", "M"])
@@ -125,18 +114,8 @@ def dequantize_kernel(data, scale_inv, y, numel, BLOCK: tl.constexpr):
     tl.store(y + i, (v * tl.load(scale_inv)).to(y.dtype.element_ty), mask=i < numel)
 
 
-def partial_amaxes(x: Tensor) -> Tensor:
-    """Partial maxima of |x|, fp32 [1 to MAX_PARTIALS]; any shape, contiguous."""
-    numel = x.numel()
-    block, warps = (2048, 4) if numel <= 1 << 22 else (8192, 8)
-    programs = min(max(1, triton.cdiv(numel, block)), MAX_PARTIALS)
-    partials = empty(x, (programs,), torch.float32)
-    amax_kernel[(programs,)](x, partials, numel, BLOCK=block, num_warps=warps)
-    return partials
-
-
 def launch_cast(
-    x: Tensor, out: Buffers, spec: QuantSpec, scale: Optional[Tensor], slot, partials
+    x: Tensor, out: Quantized, spec: QuantSpec, scale: Optional[Tensor], slot, partials
 ) -> None:
     """Fill ``out`` from ``x [M, K]``. ``partials`` hold the amax, or None: it is accumulated."""
     rows, columns = x.shape
@@ -201,21 +180,25 @@ def quantize(
     amax: Optional[Tensor],
     rowwise: bool,
     columnwise: bool,
-):
-    """Quantize ``x [M, K]`` to FP8 with one scale.
+    rng: Optional[Tensor],
+) -> Quantized:
+    """Quantize ``x [M, K]``, in one or both orientations.
 
     Args:
         x: contiguous, fp32, bf16 or fp16; M may be 0.
         quant: encoded ``QuantSpec``.
         scale, slot: fp32 vector and the index of the element to use (delayed scaling).
-        amax: fp32 [1], used instead of the amax of ``x`` (current scaling).
+        amax: fp32 [1], used instead of the amax of ``x`` (current scaling, NVFP4).
         rowwise, columnwise: the orientations to write.
+        rng: int64 [2], seed and offset (stochastic rounding).
 
     Returns:
-        (row uint8 [M, K], col uint8 [K, Mp] zero padded from M, scale_inv fp32 [1], amax fp32 [1]);
-        an orientation that is not wanted is None.
+        Buffers of the shapes of ``formats.layout.quantized_layout``, with zero padding.
     """
     spec = decode_quant(quant)
+    if not spec.per_tensor:
+        partials = amax if spec.kind == "nvfp4" else None
+        return quantize_source(source_of(x), spec, rowwise, columnwise, partials, rng)[0]
     delayed = spec.kind == "delayed"
     out = quantization_buffers(x, spec, *x.shape, rowwise, columnwise, zero_amax=delayed)
     if delayed:
@@ -223,13 +206,27 @@ def quantize(
     else:
         partials = partial_amaxes(x) if amax is None else amax
     launch_cast(x, out, spec, scale, slot, partials)
-    return tuple(out)
+    return out
 
 
 @runs_on_its_device
-def dequantize(data: Tensor, scale_inv: Tensor, quant: str, dtype: torch.dtype) -> Tensor:
-    """``round(fp32(data) * scale_inv)`` in ``dtype``, in the shape of ``data`` (uint8 bytes)."""
-    e4m3 = decode_quant(quant).fmt == "e4m3"
+def dequantize(
+    data: Tensor,
+    scale_inv: Tensor,
+    amax: Optional[Tensor],
+    quant: str,
+    columnwise: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Codes times scales in fp32, rounded to ``dtype``, in the orientation of ``data`` (uint8).
+
+    ``columnwise`` says that ``data`` is a columnwise buffer, which only MXFP8 must know; only NVFP4
+    has an ``amax`` (fp32 [1], or that of each row).
+    """
+    spec = decode_quant(quant)
+    if not spec.per_tensor:
+        return dequantize_blocks(data, scale_inv, amax, spec, columnwise, dtype)
+    e4m3 = spec.fmt == "e4m3"
     y = empty(data, data.shape, dtype)
     if data.numel():
         values = data.view(torch.float8_e4m3fn if e4m3 else torch.float8_e5m2)

@@ -15,18 +15,17 @@ Conventions of all kernels here:
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple, Optional
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...formats.layout import quantized_layout
+from ...formats.layout import Quantized, quantized_layout
 from ...formats.spec import QuantSpec
 
 # The interpreter's maximum propagates NaN and its FP8 cast truncates; kernels step around both.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 
 _FORMAT_CODE = {"e4m3": 1, "e5m2": 2}  # values of the constexpr FMT
 
@@ -105,14 +104,19 @@ def amax_of_tile(v):
 
 
 @triton.jit
-def scale_from_amax(amax, eps, FMT: tl.constexpr, POW2: tl.constexpr):
-    """Scale of current scaling; the rule is ``formats.fp8.scale_from_amax``."""
+def scale_from_amax(
+    amax, eps, FMT: tl.constexpr, POW2: tl.constexpr, LARGEST: tl.constexpr = FLOAT32_MAX
+):
+    """Scale of current and of block scaling; the rule is ``formats.fp8.scale_from_amax``.
+
+    LARGEST takes the place of a quotient that overflows.
+    """
     limit: tl.constexpr = 448.0 if FMT == 1 else 57344.0
     eps = tl.cast(eps, tl.float32)
     a = tl.where(amax < eps, eps, amax)
     # Only a correctly rounded quotient gives the reference's bytes; `/` is approximate.
-    s = tl.div_rn(tl.full((), limit, tl.float32), a)
-    s = tl.where(s == float("inf"), 3.4028234663852886e38, s)
+    s = tl.div_rn(tl.full(a.shape, limit, tl.float32), a)
+    s = tl.where(s == float("inf"), LARGEST, s)
     if POW2:
         s = (s.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return tl.where((a == float("inf")) | (a == 0.0) | (a != a), 1.0, s)
@@ -181,34 +185,27 @@ def finish_amax_kernel(partials, amax, n_partials, BP: tl.constexpr):
 # Host functions
 
 
-class Buffers(NamedTuple):
-    """The outputs of a quantization."""
-
-    row: Optional[Tensor]
-    col: Optional[Tensor]
-    scale_inv: Optional[Tensor]
-    amax: Optional[Tensor]
-
-
-NO_BUFFERS = Buffers(None, None, None, None)
-
-
 def empty(like: Tensor, shape, dtype: torch.dtype) -> Tensor:
     """Uninitialised contiguous tensor on the device of ``like``."""
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
 def quantization_buffers(
-    like: Tensor, spec: QuantSpec, rows, columns, rowwise, columnwise, zero_amax: bool
-) -> Buffers:
+    like: Tensor, spec: QuantSpec, rows, columns, rowwise, columnwise, zero_amax: bool = False
+) -> Quantized:
     """Outputs of a quantization of ``[rows, columns]``; ``zero_amax`` if kernels accumulate it."""
     layout = quantized_layout(spec, rows, columns, rowwise, columnwise)
-    new_amax = torch.zeros if zero_amax else torch.empty
-    return Buffers(
-        None if layout.row is None else empty(like, layout.row, torch.uint8),
-        None if layout.col is None else empty(like, layout.col, torch.uint8),
-        empty(like, layout.scale_inv, torch.float32),
-        new_amax(layout.amax, dtype=torch.float32, device=like.device),
+
+    def new(shape, dtype, make=torch.empty):
+        return None if shape is None else make(shape, dtype=dtype, device=like.device)
+
+    return Quantized(
+        new(layout.row, torch.uint8),
+        new(layout.col, torch.uint8),
+        new(layout.scale_inv, layout.scale_dtype),
+        new(layout.col_scale_inv, layout.scale_dtype),
+        new(layout.amax, torch.float32, torch.zeros if zero_amax else torch.empty),
+        new(layout.col_amax, torch.float32),
     )
 
 

@@ -9,10 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import runs_on_its_device
+from .common import FLOAT32_MAX, runs_on_its_device
 
 _PER_LAUNCH = 8
-_FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
@@ -72,7 +71,7 @@ def delayed_scaling_update_kernel(
         amax = tl.where(last == 0.0, 0.0, amax)
     usable = (amax > 0.0) & (amax < float("inf"))
     s = tl.div_rn(tl.cast(scaled_max, tl.float32), tl.where(usable, amax, 1.0))
-    s = tl.where(s == float("inf"), _FLOAT32_MAX, s)
+    s = tl.where(s == float("inf"), FLOAT32_MAX, s)
     tl.store(scale + slot, tl.where(usable, s, tl.load(scale + slot)))
 
 

@@ -7,6 +7,8 @@ Launches, with the bytes moved per element of bf16 input and both orientations:
 * delayed, output not wanted: 2 (norm to bytes, byte transpose), 5 bytes
 * current, output not wanted: 2 (statistics and amax, normalize again and cast), 6 bytes
 * quantized and output wanted: 2 (norm, cast), 8 bytes
+* block scales, output not wanted: 2 (statistics, normalize again and cast), 6 bytes, NVFP4 5 (with
+  a Hadamard transform 3 and 7)
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ import torch
 import triton
 from torch import Tensor
 
+from ...formats.layout import NOTHING, Quantized
 from ...formats.spec import QuantSpec, decode_quant
+from .block_scaled import Source, fuses, has_global_amax, quantize_source, source_of
 from .cast import launch_cast, launch_transpose
 from .common import (
     MAX_PARTIALS,
-    NO_BUFFERS,
-    Buffers,
     cast_block,
     empty,
     format_code,
@@ -68,8 +70,8 @@ def norm_forward(
 ):
     """LayerNorm or RMSNorm of the rows of ``x [M, K]``, optionally quantized.
 
-    Args, results and numbers are those of ``reference_norm.norm_forward``: ``(y, mean, rstd, row,
-    col, scale_inv, amax)``.
+    Args, results and numbers are those of ``reference_norm.norm_forward``: ``(y, mean, rstd,
+    *Quantized)``.
     """
     rows, columns = x.shape
     spec = decode_quant(quant)
@@ -85,8 +87,11 @@ def norm_forward(
     )
     if spec is None:
         _launch_rows(norm, y)
-        return y, norm.mean, norm.rstd, *NO_BUFFERS
-    out = quantization_buffers(x, spec, rows, columns, rowwise, columnwise, zero_amax=False)
+        return y, norm.mean, norm.rstd, *NOTHING
+    if not spec.per_tensor:
+        out = _quantize_with_block_scales(norm, y, spec, rowwise, columnwise)
+        return y, norm.mean, norm.rstd, *out
+    out = quantization_buffers(x, spec, rows, columns, rowwise, columnwise)
     if y is not None:
         partials = _launch_rows(norm, y, amax=2)
         launch_cast(y, out, spec, scale, slot, partials)
@@ -98,6 +103,34 @@ def norm_forward(
         partials = _launch_rows(norm, None, 1, row, out.scale_inv, spec, scale, slot)
         launch_transpose(row, out.col, partials, out.amax)
     return y, norm.mean, norm.rstd, *out
+
+
+def _quantize_with_block_scales(
+    norm: _Norm, y: Optional[Tensor], spec: QuantSpec, rowwise: bool, columnwise: bool
+) -> Quantized:
+    """Statistics, ``y`` if it is there, and the quantized result.
+
+    The latter is made from ``y``, or from ``x`` once more: reading x twice is cheaper than writing
+    and reading a result that nobody wants.
+    """
+    columns = norm.x.shape[1]
+    if y is None and not fuses(spec, columns, columns):
+        y = empty(norm.x, norm.x.shape, norm.x.dtype)
+    partials = _launch_rows(norm, y, amax=2 if has_global_amax(spec) else 0)
+    source = source_of(y) if y is not None and not spec.unrounded else _source(norm)
+    return quantize_source(source, spec, rowwise, columnwise, partials)[0]
+
+
+def _source(norm: _Norm) -> Source:
+    """The normalized rows, from statistics that are known when the kernel runs."""
+    tensors = {"w": norm.weight, "b": norm.bias, "mean": norm.mean, "rstd": norm.rstd}
+    flags = {
+        "LAYER_NORM": norm.mean is not None,
+        "HAS_BIAS": norm.bias is not None,
+        "ZERO_CENTERED": norm.zero_centered,
+    }
+    columns = norm.x.shape[1]
+    return Source("norm", norm.x, columns, columns, tensors, flags)
 
 
 def _launch_rows(
@@ -148,7 +181,7 @@ def _launch_rows(
     return partials
 
 
-def _launch_apply_cast(norm: _Norm, out: Buffers, spec: QuantSpec, partials: Tensor) -> None:
+def _launch_apply_cast(norm: _Norm, out: Quantized, spec: QuantSpec, partials: Tensor) -> None:
     """Current scaling without output: the bytes of the recomputed, rounded result."""
     rows, columns = norm.x.shape
     block_m, block_n, warps = cast_block(rows, columns)

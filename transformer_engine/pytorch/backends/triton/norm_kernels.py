@@ -213,13 +213,12 @@ def norm_forward_long_kernel(
 def normalized_tile(
     x, mean, rstd, gain, shift, rm, rn, M, K, LAYER_NORM: tl.constexpr, HAS_BIAS: tl.constexpr
 ):
-    """fp32 output from known statistics, rounded to the dtype of x; +0 in rows beyond M."""
+    """fp32 output from known statistics; +0 in rows beyond M."""
     v = load_tile(x, rm, rn, K, M, K).to(tl.float32)
     if LAYER_NORM:
         v = v - tl.load(mean + rm, mask=rm < M, other=0.0)[:, None]
     rs = tl.load(rstd + rm, mask=rm < M, other=0.0)
     out = normalized_output(v * rs[:, None], gain, shift, HAS_BIAS)
-    out = out.to(x.dtype.element_ty).to(tl.float32)
     return tl.where((rm < M)[:, None], out, 0.0)
 
 
@@ -263,6 +262,7 @@ def norm_apply_cast_kernel(
         normalized_tile(x, mean, rstd, gain, shift, rm, rn, M, K, LAYER_NORM, HAS_BIAS)
         for rm in rows_of_quads(quads)
     ]
+    out = [u.to(x.dtype.element_ty).to(tl.float32) for u in out]
     s = quantization_scale(
         p, partials, n_partials, amax, scale_inv, scale_eps, pid == 0, False, True, FMT, POW2, BP
     )  # fmt: skip

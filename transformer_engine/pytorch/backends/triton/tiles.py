@@ -51,6 +51,17 @@ def store_tile(x, v, rm, rn, stride, M, N):
 
 
 @triton.jit
+def widen(v):
+    """fp32 of ``v``; of bf16 by a shift, which also an interpreter does without error."""
+    if v.dtype == tl.bfloat16:
+        bits = v.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        w = bits.to(tl.float32, bitcast=True)
+    else:
+        w = v.to(tl.float32)
+    return w
+
+
+@triton.jit
 def pack_bytes(q):
     """32-bit words whose byte i is that of the tile ``q[i]``, bytes that were loaded."""
     a, b, c, d = [u.to(tl.uint32) for u in q]
@@ -115,13 +126,13 @@ def cast_to_words(v, FMT: tl.constexpr):
 
 
 @triton.jit
-def store_words(words, col, quads, rn, M, N):
+def store_words(words, col, quads, rn, M, N, ALIGNMENT: tl.constexpr = 16):
     """Store words of four rows each into the columnwise buffer, ``[N, padded M]`` bytes.
 
-    They are zero in rows beyond M: the buffer is padded with them to a multiple of 16.
+    They are zero in rows beyond M: the buffer is padded with them to a multiple of ALIGNMENT.
     """
     # Written as a multiple of 4, so that the compiler knows 16-byte stores to be aligned.
-    per_row = (M + 15) // 16 * 4
+    per_row = (M + ALIGNMENT - 1) // ALIGNMENT * (ALIGNMENT // 4)
     col = col.to(tl.pointer_type(tl.uint32))
     store_tile(col, tl.trans(words), rn, quads, per_row, N, per_row)
 

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call of a module needs, and the errors where dimensions do not fit."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from ..core.config import gemm_text
+from ..core.python_quantizers import is_python
+from ..environment import constant_in_graphs
+from ..formats.spec import decode_quant
+
+
+def autocast_dtype(device_type: str) -> Optional[torch.dtype]:
+    """The dtype of an active ``torch.autocast`` for this kind of device, None without one."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def wanted_gradients(names: tuple, tensors: tuple) -> str:
+    """Comma-joined names of the tensors whose gradient this call must be able to give."""
+    if not torch.is_grad_enabled():
+        return ""
+    return ",".join([n for n, t in zip(names, tensors) if n and t is not None and t.requires_grad])
+
+
+class DimensionError(ValueError, AssertionError):
+    """A tensor's dimension does not fit. Also an AssertionError, which the reference raises."""
+
+
+def shape_text(shape) -> str:
+    """``shape`` for a message; also in a trace the last dimension is a number, not a symbol."""
+    sizes = [f"{size}" for size in shape[:-1]] + [f"{operator.index(size)}" for size in shape[-1:]]
+    return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
+
+
+def raise_dimension(message: str) -> None:
+    """Raise a ``DimensionError`` (in a trace: a ValueError, which Dynamo can carry)."""
+    if torch.compiler.is_compiling():
+        raise ValueError(message)
+    raise DimensionError(message)
+
+
+# What the formats want of a weight ``[out, in]``: multiples that ``out`` and ``in`` must be.
+_WEIGHT_MULTIPLES = {
+    "delayed": (8, 16),
+    "current": (8, 16),
+    "block": (8, 16),
+    "mxfp8": (32, 32),
+    "nvfp4": (16, 16),
+}
+
+
+@constant_in_graphs
+def weight_multiples(spec: str, gemm: int) -> tuple:
+    """``(out, in)``: what the dimensions of the weight of linear stage ``gemm`` must divide by."""
+    return _weight_multiples(spec, gemm)
+
+
+@functools.lru_cache(maxsize=None)
+def _weight_multiples(spec: str, gemm: int) -> tuple:
+    multiples = [(1, 1)]
+    for key in ("x", "w", "g"):
+        for part in gemm_text(spec, key, gemm).split("|")[:2]:
+            if part and not is_python(part):
+                multiples.append(_WEIGHT_MULTIPLES[decode_quant(part).kind])
+    return max(out for out, _ in multiples), max(width for _, width in multiples)
+
+
+def check_weight(module, gemm: int, weight: Tensor, spec: str) -> None:
+    """Raise if a dimension of the weight does not fit the formats of ``spec``."""
+    multiples = weight_multiples(spec, gemm)
+    for dim in (0, 1):
+        size, need = weight.shape[dim], multiples[dim]
+        if size % need != 0:
+            label = f"FC{gemm + 1} " if module.num_gemms > 1 else ""
+            # FC1's output is FC2's input, which must fit as well.
+            multiple = max(multiples) if label == "FC1 " else need
+            fitting = math.ceil(size / multiple) * multiple
+            raise ValueError(
+                f"FP8 execution requires dimension {dim} of the {label}weight of"
+                f" {type(module).__name__} '{module.name}' to be a multiple of {need}, but it is"
+                f" {size} (shape {tuple(weight.shape)}). Use {fitting},"
+                " or run this module outside of te.autocast."
+            )
