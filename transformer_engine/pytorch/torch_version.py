@@ -20,7 +20,7 @@ def torch_version() -> Tuple[int, ...]:
 def is_exporting() -> bool:
     """Whether ``torch.export`` is tracing.
 
-    Asked for real while Dynamo traces: that of torch 2.11 takes ``torch.compiler.is_exporting()``
-    for True in every trace.
+    The flag itself is read, and for real while Dynamo traces: what torch 2.11 traces takes
+    ``torch.compiler.is_exporting()`` for True.
     """
-    return torch.compiler.is_exporting()
+    return torch.compiler._is_exporting_flag

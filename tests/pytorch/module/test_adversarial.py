@@ -440,20 +440,3 @@ def test_overflowing_scaled_loss_leaves_compiled_and_eager_equal():
             (outputs[0].float().sum() * scale).backward()
         twins.compare()
         twins.zero_grad()
-
-
-@gemm_modules
-def test_a_recomputation_that_opens_delayed_scaling_is_refused(kind):
-    """Its forward pass's scales are gone by then; nothing is recorded or renewed a second time."""
-    module = build(kind)
-    x = random(16, K).requires_grad_()
-    y = torch.utils.checkpoint.checkpoint(
-        lambda x: with_recipe(module, x, DELAYED), x, use_reentrant=False
-    )
-    state = module._delayed_scaling
-    before = [state.fwd_scale.clone(), state.fwd_history.clone(), state.bwd_history.clone()]
-    with pytest.raises(RuntimeError, match="entered during a backward pass"):
-        y.sum().backward()
-    after = [state.fwd_scale, state.fwd_history, state.bwd_history]
-    assert all(torch.equal(a, b) for a, b in zip(before, after))
-    assert not te.quantization.FP8GlobalStateManager.is_fp8_enabled()

@@ -99,7 +99,7 @@ OPTIONS = {
     **dict.fromkeys(("return_bias", "gemm_bias_unfused_add", "delay_wgrad_compute"), False),
     **dict.fromkeys(("ub_overlap_ag_fprop", "ub_overlap_rs_fprop", "ub_overlap_ag_dgrad"), False),
     **dict.fromkeys(("ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad"), False),
-    **dict.fromkeys(("parallel_mode", "wgrad_store"), None),
+    "parallel_mode": None,
 }
 NORM_OPTIONS = {
     **{"eps": 1e-5, "normalization": "LayerNorm", "zero_centered_gamma": False},

@@ -51,24 +51,6 @@ def test_construction_errors(make, error, match):
 
 
 @pytest.mark.parametrize(
-    "kind,options,arguments,match",
-    [
-        ("Linear", {}, {"fp8_output": True}, "fp8_output"),
-        ("Linear", {}, {"fp8_grad": True}, "fp8_grad"),
-        ("LayerNormLinear", {}, {"fp8_output": True}, "fp8_output"),
-        ("Linear", {"fuse_wgrad_accumulation": True}, {}, "fuse_wgrad_accumulation"),
-        ("LayerNormMLP", {"fuse_wgrad_accumulation": True}, {}, "fuse_wgrad_accumulation"),
-        ("Linear", {"delay_wgrad_compute": True}, {}, "delay_wgrad_compute"),
-    ],
-)
-def test_options_of_later_stages_raise_when_they_act(kind, options, arguments, match):
-    """The module is made; a call that would need the option names it."""
-    module = construct(kind, **options)
-    with pytest.raises(RuntimeError, match=match):
-        module(torch.randn(4, 32), **arguments)
-
-
-@pytest.mark.parametrize(
     "kind,options",
     [
         ("Linear", {"fuse_wgrad_accumulation": True}),

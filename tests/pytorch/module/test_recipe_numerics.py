@@ -477,6 +477,8 @@ def test_layernorm_mlp(name, activation, dtype, device):
     band = BAND[dtype, "fp4" if uses_fp4(how) else "fp8"]
     if x.is_cuda:  # the 13 bits of the FP8 tensor cores' sums enter the next quantization
         band *= 5
+    if x.is_cuda and dtype == FP32:
+        band = max(band, 2.0**-6)  # tensor cores for FP8 truncate sums to about 14 bits
     assert_near(step.outputs[0], y, band, "output")
     assert step.grads.keys() == grads.keys()
     for key, grad in grads.items():

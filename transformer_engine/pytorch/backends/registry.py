@@ -111,6 +111,8 @@ def _triton_why_not(request: Request) -> str:
         return f"the Triton kernels take float32, bfloat16 and float16, not {request.dtype}"
     if request.quant and device_capability(request.device.index or 0) < (8, 9):
         return "Triton casts to FP8 only on GPUs of compute capability 8.9 and newer"
+    if "rht" in request.quant and request.dtype not in (torch.bfloat16, torch.uint8):
+        return f"the Triton kernels transform bfloat16 values, not {request.dtype}"
     return triton_missing()
 
 
