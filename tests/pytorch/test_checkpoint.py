@@ -5,6 +5,8 @@ A module that is recomputed is compared with a twin that is not, bit by bit: out
 scales and histories of delayed scaling.
 """
 
+# pylint: disable=no-value-for-parameter,unnecessary-lambda,cell-var-from-loop,unused-variable
+
 import contextlib
 import copy
 import functools
@@ -40,6 +42,7 @@ import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 from transformer_engine.pytorch import recompute
 from transformer_engine.pytorch.core.ops import EAGER
+from transformer_engine.pytorch.torch_version import torch_version
 from transformer_engine.pytorch.distributed import (
     activation_recompute_forward,
     get_activation_recompute_contexts,
@@ -780,7 +783,9 @@ def test_a_graph_keeps_less(backend, device):
 
         compiled = torch.compile(step, fullgraph=True, backend=backend)
         kept.append(kept_bytes(compiled, random(256, K, device=device).requires_grad_()))
-    assert kept[0] <= kept[1] <= kept[2] and kept[0] < kept[2]
+    assert kept[0] <= kept[1] <= kept[2]
+    if torch_version()[:2] >= (2, 13):  # before, the partitioner keeps everything anyway
+        assert kept[0] < kept[2]
 
 
 def test_delayed_scaling_in_a_graph_falls_back(device):
