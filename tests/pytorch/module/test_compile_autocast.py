@@ -56,7 +56,7 @@ NESTED = [
     ("delayed", "current"),
     ("current", "delayed"),
     ("delayed", "delayed"),
-    # Not stochastic: in parallel branches the order of draws is up to the compiler.
+    # Not stochastic: CSE merges the draws of two modules that share an output gradient.
     ("nvfp4_plain", "mxfp8"),
     ("delayed", "nvfp4"),
     ("block", "custom_delayed"),

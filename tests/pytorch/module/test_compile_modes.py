@@ -103,7 +103,7 @@ def twice_in_a_row(module, x, recipe):
         return module(module(x))
 
 
-# Not stochastic: in parallel branches the order of draws is up to the compiler.
+# Not stochastic: CSE merges the draws of two modules that share an output gradient.
 _PLAIN = {"nvfp4": "nvfp4_plain", "custom_two_formats": "custom_square"}
 TWICE = [
     (kind, _PLAIN.get(recipe, recipe), call)
