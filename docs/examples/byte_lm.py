@@ -59,7 +59,7 @@ HEAD_SIZE = 64
 
 # What fits 4 minutes on two CPU cores, and what gives a GPU something to do.
 DEFAULTS = {
-    "cpu": {"steps": 120, "hidden": 128, "layers": 1, "seq": 128, "batch": 4},
+    "cpu": {"steps": 40, "hidden": 128, "layers": 1, "seq": 128, "batch": 4},
     "cuda": {"steps": 150, "hidden": 1024, "layers": 4, "seq": 256, "batch": 64},
 }
 
