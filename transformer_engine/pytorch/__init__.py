@@ -4,8 +4,22 @@
 ``import transformer_engine.pytorch as te``
 """
 
-from . import constants, distributed, module, quantization, quantized_tensor, tensor, utils
+from . import (
+    constants,
+    cpu_offload,
+    distributed,
+    module,
+    quantization,
+    quantized_tensor,
+    tensor,
+    utils,
+)
 from .constants import DType
+from .cpu_offload import (
+    ManualOffloadSynchronizer,
+    get_cpu_offload_context,
+    mark_not_offload,
+)
 from .diagnostics import explain, memory_report
 from .distributed import CudaRNGStatesTracker, checkpoint
 from .module import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
@@ -43,16 +57,19 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "ManualOffloadSynchronizer",
     "QuantizerRequest",
     "QuantizerRole",
     "RMSNorm",
     "autocast",
     "checkpoint",
     "constants",
+    "cpu_offload",
     "distributed",
     "explain",
     "fp8_autocast",
     "fp8_model_init",
+    "get_cpu_offload_context",
     "get_default_recipe",
     "get_device_compute_capability",
     "is_bf16_available",
@@ -60,6 +77,7 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "mark_not_offload",
     "memory_report",
     "module",
     "quantization",

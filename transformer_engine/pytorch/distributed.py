@@ -17,6 +17,7 @@ from .activation_checkpoint import (
     is_fp8_activation_recompute_enabled,
     use_reentrant_activation_recompute,
 )
+from .fsdp1 import prepare_te_modules_for_fsdp, prepared_wrapper
 from .parallel_chunks import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
 from .rng_states import (
     CudaRNGStatesTracker,
@@ -40,6 +41,7 @@ __all__ = [
     "in_fp8_activation_recompute_phase",
     "is_fp8_activation_recompute_enabled",
     "is_graph_safe_rng_state",
+    "prepare_te_modules_for_fsdp",
     "set_all_rng_states",
     "set_tensor_model_parallel_attributes",
     "split_tensor_into_1d_equal_chunks",
@@ -82,3 +84,10 @@ def get_distributed_rank(group=None) -> int:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 0
     return torch.distributed.get_rank(group=group)
+
+
+def __getattr__(name: str):
+    """FSDP1's class is made when it is asked for: importing FSDP takes a while."""
+    if name != "FullyShardedDataParallel":
+        raise AttributeError(f"Module {__name__!r} has no attribute {name!r}.")
+    return globals().setdefault(name, prepared_wrapper())

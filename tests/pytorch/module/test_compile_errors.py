@@ -184,10 +184,11 @@ def unsupported_by_class(module, monkeypatch):
     return reason
 
 
-def unsupported_by_fsdp(module, monkeypatch):
-    """A module that FSDP1 support was installed on."""
-    monkeypatch.setattr(module, "fsdp_group", object(), raising=False)
-    return "prepare_te_modules_for_fsdp"
+def unsupported_by_instance(module, monkeypatch):
+    """A configuration of this one module."""
+    reason = "this one is made up for an instance."
+    monkeypatch.setattr(module, "unsupported_in_graph", lambda: reason)
+    return reason
 
 
 def unsupported_by_torch(module, monkeypatch):
@@ -196,7 +197,7 @@ def unsupported_by_torch(module, monkeypatch):
     return "is older than 2.11"
 
 
-OBSTACLES = (unsupported_by_class, unsupported_by_fsdp, unsupported_by_torch)
+OBSTACLES = (unsupported_by_class, unsupported_by_instance, unsupported_by_torch)
 
 
 FALLBACKS = [("LayerNormMLP", "delayed", obstacle) for obstacle in OBSTACLES]
@@ -253,7 +254,7 @@ def test_only_the_unsupported_module_leaves_the_graph(device, monkeypatch):
 
     layers = [te.Linear(K, K, params_dtype=torch.bfloat16, device=device) for _ in range(3)]
     twins = Twins(torch.nn.ModuleList(layers), call, fullgraph=False)
-    monkeypatch.setattr(twins.module[1], "fsdp_group", object())
+    unsupported_by_instance(twins.module[1], monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         for seed, first in enumerate((True, False, False, True)):

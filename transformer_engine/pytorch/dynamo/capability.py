@@ -39,11 +39,6 @@ def compile_obstacle(module, inp, *args, **kwargs) -> str:
     reason = torch_obstacle()
     if reason:
         return reason
-    if module.fsdp_group is not None:
-        return (
-            f"'{module.name}' was prepared by prepare_te_modules_for_fsdp (FSDP1), which scatters"
-            " saved tensors from Python; use fully_shard (FSDP2) instead."
-        )
     if not isinstance(inp, torch.Tensor):
         return f"the input is a {type(inp).__name__}, not a torch.Tensor."
     if forward_mode():

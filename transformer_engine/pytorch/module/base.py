@@ -35,6 +35,7 @@ from ..custom_recipe import (
 )
 from ..dynamo.custom_op import OPS
 from ..dynamo.module_function import run_module_op
+from ..offload.rules import keep_weights
 from ..quantization import FP8GlobalStateManager
 from ..quantized_tensor import QuantizedTensor
 from ..torch_version import is_exporting
@@ -396,6 +397,8 @@ class TransformerEngineBaseModule(
         if primary:
             label = self.weight_names[gemm]
             buffers = primary_buffers(self, label, weight, quant, columnwise)
+            if self.weights_are_gathered:
+                keep_weights(*buffers)
             return WeightOperand(tensor, buffers, weight.quant)
         scale = None if call.scaling is None else call.scaling.fwd_scale
         if self.weights_are_gathered and self._is_parameter(weight):
@@ -411,6 +414,7 @@ class TransformerEngineBaseModule(
                 None if self.weights_are_gathered else is_first_microbatch,
                 columnwise,
             )
+        keep_weights(*operand.buffers)
         if operand.amax is not None and "delayed" in quant:
             delayed_scaling.record_forward(call.scaling, [operand.amax], [slot])
         return operand
@@ -443,6 +447,7 @@ class TransformerEngineBaseModule(
         if scaling is not None and call.spec and (need or PHASE.backward_follows):
             rule = delayed_scaling.enter_backward(scaling)
             bwd_state = (scaling.bwd_scale, scaling.bwd_history, self.bwd_amax_slots, rule)
+        keep_weights(*tensors[1:])  # all but the input
         for weight in weights:
             tensors = (*tensors, *weight.buffers)
         fused, main_grads, store = None, (), None
