@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from torch._C._dynamo import guards
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
@@ -49,5 +50,6 @@ def poison_empty(monkeypatch):
         (torch, "empty_like"),
         (torch, "empty_strided"),
         (torch.Tensor, "new_empty"),
+        (guards, "_empty_strided_cuda"),  # of the Triton backend
     ):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from triton_support import DEVICE, ON_GPU, REASON, assert_close, poisoned_empty, same_bytes
+from triton_support import DEVICE, ON_GPU, REASON, assert_close, poison_empty, same_bytes
 
 from transformer_engine.pytorch.backends import reference
 from transformer_engine.pytorch.backends import triton as kernels
@@ -20,7 +20,7 @@ PARAMETERS = (2.0, 1.702, -1.0)  # limit, alpha, offset: clamping many, and nega
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    monkeypatch.setattr(torch, "empty", poisoned_empty)
+    poison_empty(monkeypatch)
 
 
 def inputs(rows, width, act, dtype):

@@ -6,7 +6,7 @@ Every buffer is compared as a whole, padding included; memory is poisoned before
 
 import pytest
 import torch
-from triton_support import DEVICE, ON_GPU, REASON, poisoned_empty, same_bytes
+from triton_support import DEVICE, ON_GPU, REASON, poison_empty, same_bytes
 
 from transformer_engine.pytorch.backends import reference
 from transformer_engine.pytorch.backends import triton as kernels
@@ -37,7 +37,7 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    monkeypatch.setattr(torch, "empty", poisoned_empty)
+    poison_empty(monkeypatch)
 
 
 def random(shape, dtype=torch.bfloat16):

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from triton_support import DEVICE, ON_GPU, REASON, poisoned_empty, same_bytes
+from triton_support import DEVICE, ON_GPU, REASON, poison_empty, same_bytes
 
 from transformer_engine.pytorch.backends import reference
 from transformer_engine.pytorch.backends import triton as kernels
@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    monkeypatch.setattr(torch, "empty", poisoned_empty)
+    poison_empty(monkeypatch)
 
 
 def check(x, quant, scale=None, slot=None, amax=None, rowwise=True, columnwise=True):

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from triton_support import DEVICE, REASON, assert_close, poisoned_empty, same_bytes
+from triton_support import DEVICE, REASON, assert_close, poison_empty, same_bytes
 
 from transformer_engine.pytorch.backends import reference
 from transformer_engine.pytorch.backends import triton as kernels
@@ -18,7 +18,7 @@ EPS = 1e-5
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    monkeypatch.setattr(torch, "empty", poisoned_empty)
+    poison_empty(monkeypatch)
 
 
 @pytest.fixture

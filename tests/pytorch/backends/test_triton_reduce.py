@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from triton_support import DEVICE, REASON, assert_close, poisoned_empty
+from triton_support import DEVICE, REASON, assert_close, poison_empty
 
 from transformer_engine.pytorch.backends import reference
 from transformer_engine.pytorch.backends import triton as kernels
@@ -15,7 +15,7 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    monkeypatch.setattr(torch, "empty", poisoned_empty)
+    poison_empty(monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -11,6 +11,7 @@ import os
 import sys
 
 import torch
+from torch._C._dynamo import guards
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -57,13 +58,19 @@ elif torch.cuda.get_device_capability() < (8, 9):
     REASON = "Triton casts to FP8 only on GPUs of compute capability 8.9 and newer."
 
 
-def poisoned_empty(*size, **options):
-    """``torch.empty`` filled with what no kernel would write, so an element left out is seen."""
-    out = _torch_empty(*size, **options)
-    return out.fill_(0xA5 if out.dtype == torch.uint8 else float("nan"))
+def poison_empty(monkeypatch) -> None:
+    """Fill fresh memory with what no kernel would write, so an element left out is seen."""
 
+    def poisoned(function):
+        def fill(*args, **kwargs):
+            out = function(*args, **kwargs)
+            return out.fill_(0xA5 if out.dtype == torch.uint8 else float("nan"))
 
-_torch_empty = torch.empty
+        return fill
+
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    allocate = guards._empty_strided_cuda
+    monkeypatch.setattr(guards, "_empty_strided_cuda", poisoned(allocate))
 
 
 def same_bytes(got: torch.Tensor, want: torch.Tensor, fmt: str) -> None:

@@ -231,6 +231,11 @@ def select(request: Request) -> Choice:
     raise RuntimeError(f"No backend can run {request.leaf} on {request.device}: {reasons}.")
 
 
+def forced_backends() -> tuple:
+    """What `force_backend` asks for at the moment."""
+    return tuple(_forced)
+
+
 @contextmanager
 def force_backend(name: str) -> Iterator[None]:
     """Run pointwise leaf ops with the backend called ``name`` (for tests and debugging)."""

@@ -34,7 +34,8 @@ from torch import Tensor
 
 from ..environment import constant_in_graphs
 from ..torch_version import is_exporting
-from .ops import kernels
+from .ops import kernels, through_dispatcher
+from .plans import run_planned
 from .update_rule import PYTHON_RULE_IN_GRAPH, UpdateRule, decode_rule, unfused_update
 from .weak_list import WeakList
 
@@ -285,7 +286,14 @@ def record_backward(
     found = [amax for amax in amaxes if amax is not None]
     if found and not is_exporting():
         used = [slot for amax, slot in zip(amaxes, slots) if amax is not None]
-        kernels().record_amax_(history, found, used)
+        if through_dispatcher():
+            kernels().record_amax_(history, found, used)
+        else:
+            run_planned(_record, tuple(used), (used,), (history, *found))
+
+
+def _record(k, slots: List[int], history: Tensor, *amaxes: Tensor) -> None:
+    k.record_amax_(history, list(amaxes), slots)
 
 
 def update_backward(history: Tensor, scale: Tensor, rule: Union[str, UpdateRule]) -> None:
@@ -315,8 +323,16 @@ def update_forward(states: Iterable[DelayedScalingState]) -> None:
 def _update(history: Tensor, scale: Tensor, fp8_max: float, rule: UpdateRule) -> None:
     if rule.unfused or rule.recipe is not None:
         unfused_update(history, scale, fp8_max, rule)
+        return
+    how = (fp8_max, rule.margin, rule.algo)
+    if through_dispatcher():
+        _renew(kernels(), *how, history, scale)
     else:
-        kernels().delayed_scaling_update_(history, scale, fp8_max, rule.margin, rule.algo)
+        run_planned(_renew, how, how, (history, scale))
+
+
+def _renew(k, fp8_max: float, margin: float, algo: str, history: Tensor, scale: Tensor) -> None:
+    k.delayed_scaling_update_(history, scale, fp8_max, margin, algo)
 
 
 def _reduce(rows: List[Tensor], group: str) -> None:

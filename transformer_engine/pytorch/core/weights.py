@@ -20,8 +20,9 @@ from ..quantized_tensor import QuantizedTensorStorage
 from ..tensor import hybrid_storage, storage_from_quantized
 from .config import has_columns
 from .operand import Part, dequantized, quantized_leaf
-from .ops import kernels
+from .ops import kernels, through_dispatcher
 from .phase import PHASE
+from .plans import run_planned
 from .python_quantizers import is_python
 
 
@@ -160,7 +161,14 @@ def _quantize(weight: Tensor, quant: str, scale, slot: int, columnwise: bool) ->
 
 
 def _leaf(x: Tensor, quant: str, scale, slot: int, rowwise: bool, columnwise: bool) -> Quantized:
-    return quantized_leaf(kernels(), x, quant, scale, slot, rowwise, columnwise)
+    how = (quant, slot, rowwise, columnwise)
+    if through_dispatcher():
+        return _quantized(kernels(), *how, x, scale)
+    return Quantized(*run_planned(_quantized, how, how, (x, scale)))
+
+
+def _quantized(k, quant: str, slot: int, rowwise: bool, columnwise: bool, x: Tensor, scale):
+    return quantized_leaf(k, x, quant, scale, slot, rowwise, columnwise)
 
 
 def _entry(buffers: Quantized, quant: str, weight: Tensor) -> QuantizedTensorStorage:

@@ -10,7 +10,8 @@ from torch.autograd.function import once_differentiable
 
 from ..core.config import decode_config
 from ..core.delayed_scaling import record_backward, update_backward
-from ..core.ops import EAGER, is_plain, kernels, outside_autocast, through_dispatcher
+from ..core.ops import is_plain, kernels, outside_autocast, through_dispatcher
+from ..core.plans import run_planned
 from ..core.wgrad import accumulate_fused, dummy_gradient
 from ..torch_version import is_exporting
 from .custom_op import OPS, materialized, save_plan, saved_tensors
@@ -102,7 +103,7 @@ def _run(registered, function, config: str, tensors):
     """One reading of a module function: the registered op where the dispatcher is watched."""
     if through_dispatcher() or not is_plain(tensors[0]) or tensors[0].is_meta:
         return registered(*tensors, config)
-    return outside_autocast(function, EAGER, decode_config(config), *tensors)
+    return outside_autocast(run_planned, function, config, (decode_config(config),), tensors)
 
 
 def _refuse_transforms(config: str) -> None:

@@ -415,8 +415,6 @@ class TransformerEngineBaseModule(
                 columnwise,
             )
         keep_weights(*operand.buffers)
-        if operand.amax is not None and "delayed" in quant:
-            delayed_scaling.record_forward(call.scaling, [operand.amax], [slot])
         return operand
 
     def _run(
@@ -483,8 +481,13 @@ class TransformerEngineBaseModule(
             store=store,
         )
         if scaling is not None:
-            amaxes = outputs[len(outputs) - len(self.fwd_amax_slots) :]
-            delayed_scaling.record_forward(scaling, list(amaxes), list(self.fwd_amax_slots))
+            amaxes = list(outputs[len(outputs) - len(self.fwd_amax_slots) :])
+            slots = list(self.fwd_amax_slots)
+            for gemm, weight in enumerate(weights):
+                if "delayed" in weight.quant:
+                    amaxes.append(weight.amax)
+                    slots.append(3 * gemm + 1)
+            delayed_scaling.record_forward(scaling, amaxes, slots)
         y = outputs[0]
         if len(call.lead) != 1:
             # Not a view: sharded training marks outputs, and loses its mark on a view that the user

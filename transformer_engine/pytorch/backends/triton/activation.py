@@ -10,11 +10,10 @@ from __future__ import annotations
 from typing import NamedTuple, Optional
 
 import torch
-import triton
 from torch import Tensor
 
 from ...formats.activations import ACTIVATIONS
-from ...formats.layout import NOTHING, Quantized
+from ...formats.layout import NOTHING, Quantized, ceil_div
 from ...formats.spec import QuantSpec, decode_quant
 from .activation_kernels import (
     activation_amax_kernel,
@@ -218,7 +217,7 @@ def _launch_backward(
     limit, alpha, offset = launch.parameters
     sums = None
     if want_bias_grad and launch.rows:
-        tile_rows = max(1, triton.cdiv(launch.rows, launch.flags["BM"]))
+        tile_rows = max(1, ceil_div(launch.rows, launch.flags["BM"]))
         sums = empty(x, (1, tile_rows, x.shape[1]), torch.float32)
     activation_backward_kernel[launch.grid](
         dy,

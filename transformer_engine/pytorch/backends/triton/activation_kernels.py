@@ -22,6 +22,7 @@ from .common import (
     prefetch_scale,
     quantization_scale,
 )
+from .launch import launched
 from .tiles import rows_of_quads, store_fp8, store_tile, tile_rows_and_columns
 
 
@@ -53,6 +54,7 @@ def half_of_dx(
         )  # fmt: skip
 
 
+@launched
 @triton.jit(do_not_specialize=["M"])
 def activation_amax_kernel(
     x,
@@ -81,6 +83,7 @@ def activation_amax_kernel(
     tl.store(partials + pid, biggest)
 
 
+@launched
 @triton.jit(do_not_specialize=["M"])
 def activation_slope_amax_kernel(
     dy,
@@ -114,6 +117,7 @@ def activation_slope_amax_kernel(
     tl.store(partials + pid, biggest)
 
 
+@launched
 @triton.jit(do_not_specialize=["slot", "n_partials", "M"])
 def activation_forward_kernel(
     x,
@@ -174,6 +178,7 @@ def activation_forward_kernel(
             tl.atomic_max(amax, amax_of_tile(largest_magnitude(v)), sem="relaxed")
 
 
+@launched
 @triton.jit(do_not_specialize=["slot", "n_partials", "M"])
 def activation_backward_kernel(
     dy,

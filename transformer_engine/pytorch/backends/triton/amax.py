@@ -8,10 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...formats.layout import Quantized
-from .common import MAX_PARTIALS, empty, maximum_dropping_nan
+from ...formats.layout import Quantized, ceil_div
+from .common import MAX_PARTIALS, empty, maximum_dropping_nan, zero
+from .launch import launched
 
 
+@launched
 @triton.jit
 def amax_kernel(x, partials, numel, BLOCK: tl.constexpr):
     """partials[pid] = max |x| over every num_programs-th block of the flat tensor."""
@@ -25,6 +27,7 @@ def amax_kernel(x, partials, numel, BLOCK: tl.constexpr):
     tl.store(partials + pid, tl.max(acc, 0))
 
 
+@launched
 @triton.jit(do_not_specialize=["M"])
 def row_amax_kernel(x, amax, M, N, BM: tl.constexpr, BN: tl.constexpr):
     """amax[m] = max |x[m, :]|, NaN ignored; BM rows a program."""
@@ -38,6 +41,7 @@ def row_amax_kernel(x, amax, M, N, BM: tl.constexpr, BN: tl.constexpr):
     tl.store(amax + r, tl.max(acc, 1), mask=r < M)
 
 
+@launched
 @triton.jit(do_not_specialize=["M", "rows_per_program"])
 def column_amax_kernel(x, amax, M, N, rows_per_program, BM: tl.constexpr, BN: tl.constexpr):
     """amax[n] = max(amax[n], max |x[:, n]|), NaN ignored; grid (columns, chunks of rows)."""
@@ -56,7 +60,7 @@ def partial_amaxes(x: Tensor) -> Tensor:
     """Partial maxima of |x|, fp32 [1 to MAX_PARTIALS]; any shape, contiguous."""
     numel = x.numel()
     block, warps = (2048, 4) if numel <= 1 << 22 else (8192, 8)
-    programs = min(max(1, triton.cdiv(numel, block)), MAX_PARTIALS)
+    programs = min(max(1, ceil_div(numel, block)), MAX_PARTIALS)
     partials = empty(x, (programs,), torch.float32)
     amax_kernel[(programs,)](x, partials, numel, BLOCK=block, num_warps=warps)
     return partials
@@ -66,13 +70,11 @@ def vector_amaxes(x: Tensor, out: Quantized) -> None:
     """Amaxes of the rows and columns of ``x``, where wanted."""
     rows, columns = x.shape
     if out.amax is not None:
-        row_amax_kernel[(triton.cdiv(rows, 8),)](
-            x, out.amax, rows, columns, BM=8, BN=256, num_warps=4
-        )
+        row_amax_kernel[(ceil_div(rows, 8),)](x, out.amax, rows, columns, BM=8, BN=256, num_warps=4)
     if out.col_amax is not None:
-        out.col_amax.zero_()
+        zero(out.col_amax)
         rows_per_program = 256
-        grid = (triton.cdiv(columns, 64), triton.cdiv(rows, rows_per_program))
+        grid = (ceil_div(columns, 64), ceil_div(rows, rows_per_program))
         column_amax_kernel[grid](
             x, out.col_amax, rows, columns, rows_per_program, BM=32, BN=64, num_warps=4
         )

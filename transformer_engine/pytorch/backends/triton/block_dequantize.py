@@ -11,11 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...formats.blocks import float32
-from ...formats.layout import round_up
+from ...formats.layout import ceil_div, round_up
 from ...formats.spec import QuantSpec
 from .block_tiles import scale_offset, spread_columns, spread_rows
 from .common import empty
 from .fp4_codes import fp4_code_to_float
+from .launch import launched
 from .nvfp4_scales import e4m3_to_float
 from .producers import tile_position
 from .tiles import load_tile, store_tile
@@ -45,6 +46,7 @@ def scales_of_blocks(scales, i, j, I, J, columns, SWIZZLED: tl.constexpr):
     return tl.load(scales + offsets, mask=(i < I) & (j < J), other=0).to(tl.int32)
 
 
+@launched
 @triton.jit(do_not_specialize=["R", "scale_rows", "scale_columns"])
 def dequantize_tiles_kernel(
     data,
@@ -124,7 +126,7 @@ def dequantize_blocks(
     if y.numel() == 0:
         return y
     block_m, block_n = 32, 128
-    tiles = triton.cdiv(rows, block_m) * (round_up(columns, 128) // block_n)
+    tiles = ceil_div(rows, block_m) * (round_up(columns, 128) // block_n)
     dequantize_tiles_kernel[(tiles,)](
         data,
         scale_inv,

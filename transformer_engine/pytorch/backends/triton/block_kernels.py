@@ -16,6 +16,7 @@ import triton.language as tl
 
 from .block_tiles import quantize_block_tile, quantize_mxfp8_tile
 from .common import maximum_dropping_nan, reduce_partials
+from .launch import launched
 from .nvfp4_blocks import blocks_down_columns, hadamard_transform, largest_of_tiles
 from .nvfp4_tiles import quantize_nvfp4_tile
 from .producers import source_tiles, tile_position
@@ -67,6 +68,7 @@ def global_amax(partials, n_partials, amax, leads, WRITE: tl.constexpr, BP: tl.c
     return a
 
 
+@launched
 @triton.jit(do_not_specialize=["n_row_partials", "n_col_partials", "M"])
 def quantize_tiles_kernel(
     x,
@@ -181,6 +183,7 @@ def fold_amaxes(plain, transformed, v, SIGN_MASK: tl.constexpr, BM: tl.constexpr
     return plain, maximum_dropping_nan(transformed, largest_of_tiles(blocks))
 
 
+@launched
 @triton.jit(do_not_specialize=["M"])
 def hadamard_amax_kernel(
     x,

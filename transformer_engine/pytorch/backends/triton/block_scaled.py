@@ -11,14 +11,13 @@ from __future__ import annotations
 from typing import NamedTuple, Optional
 
 import torch
-import triton
 from torch import Tensor
 
-from ...formats.layout import Quantized, round_up
+from ...formats.layout import Quantized, ceil_div, round_up
 from ...formats.spec import QuantSpec
 from .amax import partial_amaxes, vector_amaxes
 from .block_kernels import hadamard_amax_kernel, quantize_tiles_kernel
-from .common import MAX_PARTIALS, empty, padded_partials, quantization_buffers
+from .common import MAX_PARTIALS, empty, padded_partials, quantization_buffers, zero
 
 _FORMAT_CODE = {"e4m3": 1, "e5m2": 2, "e2m1": 0}
 _COLUMNS = {"block": 1, "mxfp8": 32, "nvfp4": 16}  # what the last dimension is a multiple of
@@ -110,7 +109,7 @@ def quantize_source(
     if rows == 0:
         for amax in (out.amax, out.col_amax):
             if amax is not None:
-                amax.zero_()
+                zero(amax)
         return out, None
     col_partials = None
     if spec.row_scaled:
@@ -201,7 +200,7 @@ def _check(source: Source, spec: QuantSpec, rng: Optional[Tensor]) -> None:
 def _hadamard_amaxes(source: Source, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     """Partial amaxes of the values and of their transformed columns."""
     block_m, block_n, warps = 64, 64, 4
-    tiles = triton.cdiv(source.x.shape[0], block_m) * (round_up(source.width, 128) // block_n)
+    tiles = ceil_div(source.x.shape[0], block_m) * (round_up(source.width, 128) // block_n)
     programs = min(tiles, MAX_PARTIALS)
     partials = empty(source.x, (2, programs), torch.float32)
     hadamard_amax_kernel[(programs,)](

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...formats.layout import Quantized
+from ...formats.layout import Quantized, ceil_div
 from ...formats.spec import QuantSpec, decode_quant
 from .amax import partial_amaxes
 from .block_dequantize import dequantize_blocks
@@ -36,6 +36,7 @@ from .common import (
     runs_on_its_device,
     tile_count,
 )
+from .launch import launched
 from .tiles import (
     load_tile,
     pack_bytes,
@@ -46,6 +47,7 @@ from .tiles import (
 )
 
 
+@launched
 @triton.jit(do_not_specialize=["slot", "n_partials", "M"])
 def cast_kernel(
     x,
@@ -84,6 +86,7 @@ def cast_kernel(
         tl.atomic_max(amax, amax_of_tile(largest_magnitude(v)), sem="relaxed")
 
 
+@launched
 @triton.jit(do_not_specialize=["n_partials", "M"])
 def transpose_bytes_kernel(
     row,
@@ -106,6 +109,7 @@ def transpose_bytes_kernel(
     store_words(pack_bytes(q), col, quads, rn, M, N)
 
 
+@launched
 @triton.jit
 def dequantize_kernel(data, scale_inv, y, numel, BLOCK: tl.constexpr):
     """y = fp32(data) * scale_inv over the flat tensor."""
@@ -230,6 +234,6 @@ def dequantize(
     y = empty(data, data.shape, dtype)
     if data.numel():
         values = data.view(torch.float8_e4m3fn if e4m3 else torch.float8_e5m2)
-        grid = (triton.cdiv(data.numel(), 4096),)
+        grid = (ceil_div(data.numel(), 4096),)
         dequantize_kernel[grid](values, scale_inv, y, data.numel(), BLOCK=4096, num_warps=4)
     return y

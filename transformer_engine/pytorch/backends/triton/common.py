@@ -15,13 +15,17 @@ Conventions of all kernels here:
 from __future__ import annotations
 
 import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._C._dynamo import guards
 
-from ...formats.layout import Quantized, quantized_layout
+from ...formats.layout import Quantized, ceil_div, quantized_layout
 from ...formats.spec import QuantSpec
+from ..recording import Allocation, Zeros, note
+from .launch import launched, next_power_of_2
 
 # The interpreter's maximum propagates NaN and its FP8 cast truncates; kernels step around both.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -175,6 +179,7 @@ def quantization_scale(
     return s
 
 
+@launched
 @triton.jit(do_not_specialize=["n_partials"])
 def finish_amax_kernel(partials, amax, n_partials, BP: tl.constexpr):
     """amax[0] = maximum of the partial maxima; one program."""
@@ -186,27 +191,54 @@ def finish_amax_kernel(partials, amax, n_partials, BP: tl.constexpr):
 
 
 def empty(like: Tensor, shape, dtype: torch.dtype) -> Tensor:
-    """Uninitialised contiguous tensor on the device of ``like``."""
-    return torch.empty(shape, dtype=dtype, device=like.device)
+    """Uninitialised contiguous tensor on the device of ``like``, which is the current one."""
+    if not like.is_cuda:
+        return torch.empty(shape, dtype=dtype, device=like.device)
+    # What Inductor's code calls: a quarter of the time of torch.empty.
+    shape = tuple(shape)  # of torch.Size it takes none
+    strides = _strides(shape)
+    tensor = guards._empty_strided_cuda(shape, strides, dtype)
+    note(Allocation(tensor, strides))
+    return tensor
+
+
+def zero(tensor: Tensor) -> Tensor:
+    """Fill memory that `empty` gave."""
+    note(Zeros(tensor))
+    return tensor.zero_()
+
+
+@functools.lru_cache(maxsize=None)
+def _strides(shape: tuple) -> tuple:
+    """Strides of a contiguous tensor."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(1, size))
+    return tuple(reversed(strides))
 
 
 def quantization_buffers(
     like: Tensor, spec: QuantSpec, rows, columns, rowwise, columnwise, zero_amax: bool = False
 ) -> Quantized:
     """Outputs of a quantization of ``[rows, columns]``; ``zero_amax`` if kernels accumulate it."""
-    layout = quantized_layout(spec, rows, columns, rowwise, columnwise)
-
-    def new(shape, dtype, make=torch.empty):
-        return None if shape is None else make(shape, dtype=dtype, device=like.device)
-
+    shapes = _layout(spec, rows, columns, rowwise, columnwise)
+    row, col, scale_inv, col_scale_inv, amax, col_amax, scale_dtype = shapes
     return Quantized(
-        new(layout.row, torch.uint8),
-        new(layout.col, torch.uint8),
-        new(layout.scale_inv, layout.scale_dtype),
-        new(layout.col_scale_inv, layout.scale_dtype),
-        new(layout.amax, torch.float32, torch.zeros if zero_amax else torch.empty),
-        new(layout.col_amax, torch.float32),
+        None if row is None else empty(like, row, torch.uint8),
+        None if col is None else empty(like, col, torch.uint8),
+        None if scale_inv is None else empty(like, scale_inv, scale_dtype),
+        None if col_scale_inv is None else empty(like, col_scale_inv, scale_dtype),
+        None if amax is None else _amax(like, amax, zero_amax),
+        None if col_amax is None else empty(like, col_amax, torch.float32),
     )
+
+
+_layout = functools.lru_cache(maxsize=4096)(quantized_layout)
+
+
+def _amax(like: Tensor, shape: tuple, zeroed: bool) -> Tensor:
+    amax = empty(like, shape, torch.float32)
+    return zero(amax) if zeroed else amax
 
 
 def format_code(spec: QuantSpec) -> int:
@@ -216,7 +248,7 @@ def format_code(spec: QuantSpec) -> int:
 
 def padded_partials(n_partials: int) -> int:
     """The block size BP that holds ``n_partials``."""
-    return triton.next_power_of_2(n_partials)
+    return next_power_of_2(n_partials)
 
 
 @functools.lru_cache(maxsize=None)
@@ -229,7 +261,7 @@ def processors(device: torch.device) -> int:
 
 def tile_count(rows: int, columns: int, block_m: int, block_n: int) -> int:
     """Grid of a tile kernel: at least one program, which writes the scalars of an empty one."""
-    return max(1, triton.cdiv(rows, block_m) * triton.cdiv(columns, block_n))
+    return max(1, ceil_div(rows, block_m) * ceil_div(columns, block_n))
 
 
 def cast_block(rows: int, columns: int) -> tuple:
@@ -262,7 +294,7 @@ def runs_on_its_device(leaf):
     def run(*args):
         for x in args:
             if isinstance(x, Tensor):
-                if x.is_cuda and x.device.index != torch.cuda.current_device():
+                if x.is_cuda and x.device.index != torch._C._cuda_getDevice():
                     with torch.cuda.device(x.device):
                         return leaf(*args)
                 break

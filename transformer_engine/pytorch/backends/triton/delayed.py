@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import FLOAT32_MAX, runs_on_its_device
+from .launch import launched, next_power_of_2
 
 _PER_LAUNCH = 8
 
@@ -23,6 +24,7 @@ def fold_amax(history, amax, slot):
     tl.store(history + slot, tl.where((new > old) | (old != old), new, old))
 
 
+@launched
 @triton.jit(do_not_specialize=["s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7"])
 def record_amax_kernel(
     history, a0, a1, a2, a3, a4, a5, a6, a7, s0, s1, s2, s3, s4, s5, s6, s7, N: tl.constexpr
@@ -48,6 +50,7 @@ def record_amax_kernel(
         fold_amax(history, a7, s7)
 
 
+@launched
 @triton.jit(do_not_specialize=["L", "n"])
 def delayed_scaling_update_kernel(
     history, scale, scaled_max, L, n, MOST_RECENT: tl.constexpr, BL: tl.constexpr
@@ -121,6 +124,6 @@ def delayed_scaling_update_(
         length,
         slots,
         MOST_RECENT=algo == "most_recent",
-        BL=triton.next_power_of_2(length),
+        BL=next_power_of_2(length),
         num_warps=1 if length <= 128 else 4,
     )

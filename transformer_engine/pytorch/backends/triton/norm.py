@@ -16,10 +16,9 @@ from __future__ import annotations
 from typing import NamedTuple, Optional
 
 import torch
-import triton
 from torch import Tensor
 
-from ...formats.layout import NOTHING, Quantized
+from ...formats.layout import NOTHING, Quantized, ceil_div
 from ...formats.spec import QuantSpec, decode_quant
 from .block_scaled import Source, fuses, has_global_amax, quantize_source, source_of
 from .cast import launch_cast, launch_transpose
@@ -147,7 +146,7 @@ def _launch_rows(
     rows, columns = norm.x.shape
     block = row_block(columns)
     per_program = rows_per_program(rows, MAX_PARTIALS, block.rows)
-    programs = max(1, triton.cdiv(rows, per_program))
+    programs = max(1, ceil_div(rows, per_program))
     partials = empty(norm.x, (programs,), torch.float32) if amax else None
     kernel = norm_forward_long_kernel if is_long(columns) else norm_forward_kernel
     kernel[(programs,)](

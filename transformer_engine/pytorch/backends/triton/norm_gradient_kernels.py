@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .launch import launched
 from .norm_kernels import load_gain
 
 
@@ -24,6 +25,7 @@ def load_gradient(dy, dy2, offsets, mask, HAS_DY2: tl.constexpr):
     return g
 
 
+@launched
 @triton.jit(do_not_specialize=["M", "rows_per_program"])
 def norm_backward_kernel(
     dy,
@@ -83,6 +85,7 @@ def norm_backward_kernel(
             tl.store(out + tl.num_programs(0).to(tl.int64) * K, tl.sum(dshift, 0), mask=in_row)
 
 
+@launched
 @triton.jit
 def norm_dx_long_kernel(
     dy,
@@ -128,6 +131,7 @@ def norm_dx_long_kernel(
         tl.store(dx + r * K + c, (rs * inner).to(dx.dtype.element_ty), mask=c < K)
 
 
+@launched
 @triton.jit(do_not_specialize=["M", "rows_per_program"])
 def norm_dweight_long_kernel(
     dy,

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Optional
 
 import torch
-import triton
 from torch import Tensor
 
+from ...formats.layout import ceil_div
 from .common import empty, processors, runs_on_its_device
 from .norm_gradient_kernels import (
     norm_backward_kernel,
@@ -73,7 +73,7 @@ def _launch_backward(
     rows, columns = x.shape
     block = row_block(columns)
     per_program = rows_per_program(rows, PROGRAMS_PER_PROCESSOR * processors(x.device), block.rows)
-    programs = triton.cdiv(rows, per_program)
+    programs = ceil_div(rows, per_program)
     partials = None
     if need_dweight:
         partials = empty(x, (1 + layer_norm, programs, columns), torch.float32)
@@ -133,9 +133,9 @@ def _launch_backward_long(
     if not need_dweight:
         return None
     per_program = 256
-    chunks = triton.cdiv(rows, per_program)
+    chunks = ceil_div(rows, per_program)
     partials = empty(x, (1 + layer_norm, chunks, columns), torch.float32)
-    norm_dweight_long_kernel[(triton.cdiv(columns, 64), chunks)](
+    norm_dweight_long_kernel[(ceil_div(columns, 64), chunks)](
         dy,
         dy2,
         x,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .common import cast_to_fp8, maximum_dropping_nan, prefetch_scale, quantization_scale
+from .launch import launched
 from .tiles import load_tile, rows_of_quads, store_fp8, tile_rows_and_columns
 
 
@@ -73,6 +74,7 @@ def store_norm_output(
     return tl.where(valid, tl.abs(out), 0.0)
 
 
+@launched
 @triton.jit(do_not_specialize=["slot", "M", "rows_per_program"])
 def norm_forward_kernel(
     x,
@@ -137,6 +139,7 @@ def norm_forward_kernel(
         tl.store(partials + pid, tl.max(tl.max(biggest, 1), 0))
 
 
+@launched
 @triton.jit(do_not_specialize=["slot", "M", "rows_per_program"])
 def norm_forward_long_kernel(
     x,
@@ -222,6 +225,7 @@ def normalized_tile(
     return tl.where((rm < M)[:, None], out, 0.0)
 
 
+@launched
 @triton.jit(do_not_specialize=["n_partials", "M"])
 def norm_apply_cast_kernel(
     x,

@@ -10,9 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...formats.layout import ceil_div
 from .common import empty, runs_on_its_device
+from .launch import launched
 
 
+@launched
 @triton.jit(do_not_specialize=["M", "rows_per_program"])
 def column_sum_kernel(x, out, M, N, rows_per_program, BM: tl.constexpr, BN: tl.constexpr):
     """out[chunk, n] = sum of x[m, n] over the rows of a chunk; grid (columns, chunks)."""
@@ -26,6 +29,7 @@ def column_sum_kernel(x, out, M, N, rows_per_program, BM: tl.constexpr, BN: tl.c
     tl.store(out + chunk * N + c, tl.sum(acc, 0).to(out.dtype.element_ty), mask=c < N)
 
 
+@launched
 @triton.jit(do_not_specialize=["P"])
 def sum_partials_kernel(partials, first, second, P, N, BP: tl.constexpr, BN: tl.constexpr):
     """first[n] = sum of partials[0, p, n] over p, second[n] of partials[1]; grid (columns, 1-2)."""
@@ -47,7 +51,7 @@ def sum_partials_kernel(partials, first, second, P, N, BP: tl.constexpr, BN: tl.
 def sum_partials(partials: Tensor, first: Tensor, second: Optional[Tensor] = None) -> None:
     """Sum fp32 ``partials`` [1 or 2, P, N] over P into ``first`` [N] and ``second`` [N]."""
     count, columns = partials.shape[1:]
-    grid = (triton.cdiv(columns, 32), 1 if second is None else 2)
+    grid = (ceil_div(columns, 32), 1 if second is None else 2)
     sum_partials_kernel[grid](partials, first, second, count, columns, BP=64, BN=32, num_warps=4)
 
 
@@ -63,7 +67,7 @@ def bias_grad(dy: Tensor) -> Tensor:
         _column_sums(dy, out, 1, rows)
         return out
     rows_per_program = 128 if rows <= 8192 else 256
-    chunks = triton.cdiv(rows, rows_per_program)
+    chunks = ceil_div(rows, rows_per_program)
     partials = empty(dy, (1, chunks, columns), torch.float32)
     _column_sums(dy, partials, chunks, rows_per_program)
     sum_partials(partials, out)
@@ -74,5 +78,5 @@ def _column_sums(x: Tensor, out: Tensor, chunks: int, rows_per_program: int) -> 
     """``out`` [chunks, N] = sums over chunks of ``rows_per_program`` rows of ``x``."""
     rows, columns = x.shape
     block_n = 128 if columns >= 4096 else 64
-    grid = (triton.cdiv(columns, block_n), chunks)
+    grid = (ceil_div(columns, block_n), chunks)
     column_sum_kernel[grid](x, out, rows, columns, rows_per_program, BM=32, BN=block_n, num_warps=4)
