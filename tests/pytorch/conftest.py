@@ -41,6 +41,7 @@ def _poison(tensor):
 @pytest.fixture
 def poison_empty(monkeypatch):
     """``torch.empty``, ``empty_like`` and ``new_empty`` return NaN or 0xA5 bytes, not leftovers."""
+    _forget_plans()  # they know how memory was taken
 
     def poisoned(function):
         return lambda *args, **kwargs: _poison(function(*args, **kwargs))
@@ -53,3 +54,11 @@ def poison_empty(monkeypatch):
         (guards, "_empty_strided_cuda"),  # of the Triton backend
     ):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+    yield
+    _forget_plans()
+
+
+def _forget_plans():
+    plans = sys.modules.get("transformer_engine.pytorch.core.plans")
+    if plans is not None:
+        plans._PLANS.clear()

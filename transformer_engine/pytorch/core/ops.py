@@ -54,6 +54,24 @@ SCHEMAS = {
     " float margin, str algo) -> ()",
 }
 
+# Leaf ops that a compiled graph calls often enough for a plan, with the places of their tensors.
+PLANNED = {
+    name: tuple(
+        i
+        for i, argument in enumerate(SCHEMAS[name].split(" -> ", maxsplit=1)[0][1:-1].split(", "))
+        if argument.startswith("Tensor")
+    )
+    for name in (
+        "quantize",
+        "norm_forward",
+        "norm_backward",
+        "activation_forward",
+        "activation_backward",
+        "bias_grad",
+        "delayed_scaling_update_",
+    )
+}
+
 
 def quantize(x, quant, *args):
     """Quantize ``x [M, K]`` to a ``Quantized``; see the backends for the numbers."""
@@ -110,9 +128,7 @@ def gemm(
     fast_accum,
 ):
     """Matrix product in one of the layouts TN, NN, NT; see ``backends/cublas.py``."""
-    alignment = gemm_alignment(a, b, a_quant, layout)
-    request = Request("gemm", a.device, out_dtype, a_quant, b_quant, alignment)
-    return select(request).run(
+    return gemm_backend(a, b, a_quant, b_quant, layout, out_dtype)(
         a,
         b,
         bias,
@@ -126,6 +142,12 @@ def gemm(
         out_dtype,
         fast_accum,
     )
+
+
+def gemm_backend(a, b, a_quant, b_quant, layout, out_dtype):
+    """The function that multiplies these operands."""
+    alignment = gemm_alignment(a, b, a_quant, layout)
+    return select(Request("gemm", a.device, out_dtype, a_quant, b_quant, alignment)).run
 
 
 def gemm_alignment(a, b, quant, layout) -> int:
@@ -237,16 +259,23 @@ def _gemm_op(*args):
 
 _BODIES = {**vars(EAGER), "dequantize": _dequantize_by_name, "gemm": _gemm_by_name}
 
+
+def _run_leaf(name: str, *args):
+    """The body of a registered leaf op: no autograd, no ambient autocast, a plan if it has one."""
+    from .plans import run_leaf  # pylint: disable=import-outside-toplevel
+
+    return below_autograd(run_leaf, name, *args)
+
+
 for _name, _schema in SCHEMAS.items():
     _tags = (torch.Tag.pt2_compliant_tag,)
     if _name == "rng_state":
         _tags += (torch.Tag.nondeterministic_seeded,)
     LIBRARY.define(_name + _schema, tags=_tags)
-    LIBRARY.impl(
-        _name,
-        functools.partial(below_autograd, _BODIES[_name]),
-        "CompositeExplicitAutograd",
-    )
+    _body = functools.partial(below_autograd, _BODIES[_name])
+    if _name in PLANNED:
+        _body = functools.partial(_run_leaf, _name)
+    LIBRARY.impl(_name, _body, "CompositeExplicitAutograd")
 
 GRAPH = SimpleNamespace(
     **{name: getattr(torch.ops.transformer_engine, name).default for name in SCHEMAS}

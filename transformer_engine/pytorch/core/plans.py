@@ -57,6 +57,28 @@ def run_planned(function: Callable, static: Any, arguments: tuple, tensors: tupl
     return function(ops.EAGER, *arguments, *tensors)
 
 
+def run_leaf(name: str, *args) -> Any:
+    """The leaf op called ``name`` of `ops.PLANNED`, by its plan once there is one."""
+    places = ops.PLANNED[name]
+    tensors = tuple([args[i] for i in places])
+    rest = tuple([arg for i, arg in enumerate(args) if i not in places])
+    return run_planned(_LEAF_FUNCTIONS[name], rest, (rest,), tensors)
+
+
+def _leaf_function(name: str, places: tuple) -> Callable:
+    """A leaf op as a function that can have a plan."""
+
+    def function(k, rest: tuple, *tensors):
+        others, given = iter(rest), iter(tensors)
+        count = len(rest) + len(tensors)
+        return getattr(k, name)(*[next(given if i in places else others) for i in range(count)])
+
+    return function
+
+
+_LEAF_FUNCTIONS = {name: _leaf_function(name, places) for name, places in ops.PLANNED.items()}
+
+
 def _key(function: Callable, static: Any, tensors: tuple) -> Optional[tuple]:
     """What the steps depend on; None where nothing may be taken for granted."""
     if (
@@ -137,7 +159,11 @@ class _Recording:
         self.kept.append((args, results, steps))
         try:
             if not (steps and self._inlined(steps, args, results)):
-                self._call(getattr(ops.EAGER, name), args, results)
+                run = getattr(ops.EAGER, name)
+                if name == "gemm":
+                    a, b, *_, a_quant, b_quant, layout, out_dtype, _ = args
+                    run = ops.gemm_backend(a, b, a_quant, b_quant, layout, out_dtype)
+                self._call(run, args, results)
         except _Unknown:
             self.refused = True
         return results
@@ -275,7 +301,7 @@ class _Recording:
             body.append(line)
             if last:
                 body.append(f"del {', '.join(last)}")
-        if isinstance(results, Tensor):
+        if results is None or isinstance(results, Tensor):
             body.append(f"return {names[0]}")
         else:
             body.append(f"return ({''.join(f'{name}, ' for name in names)})")
