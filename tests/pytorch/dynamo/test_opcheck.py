@@ -112,6 +112,7 @@ def quantize_samples(device):
         yield "quantize", (x, quant, None, 0, amax, True, True, None)
     yield "quantize", (x, CURRENT, None, 0, None, False, False, None)
     yield "rng_state", (x,)
+    yield "rng_state", (x, torch.tensor([5, 6], device=device), 1)
 
 
 def norm_samples(device):

@@ -56,11 +56,10 @@ NESTED = [
     ("delayed", "current"),
     ("current", "delayed"),
     ("delayed", "delayed"),
-    # Not stochastic: CSE merges the draws of two modules that share an output gradient.
-    ("nvfp4_plain", "mxfp8"),
+    ("nvfp4", "mxfp8"),
     ("delayed", "nvfp4"),
     ("block", "custom_delayed"),
-    ("custom_square", "custom_from_dequantized"),
+    ("custom_two_formats", "custom_from_dequantized"),
 ]
 
 

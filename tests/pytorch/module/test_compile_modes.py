@@ -103,19 +103,10 @@ def twice_in_a_row(module, x, recipe):
         return module(module(x))
 
 
-# Not stochastic: CSE merges the draws of two modules that share an output gradient.
-_PLAIN = {"nvfp4": "nvfp4_plain", "custom_two_formats": "custom_square"}
-TWICE = [
-    (kind, _PLAIN.get(recipe, recipe), call)
-    for kind, recipe in FEW
-    for call in (twice_in_one_region, twice_in_two_regions)
-]
+TWICE = [(*case, call) for case in FEW for call in (twice_in_one_region, twice_in_two_regions)]
 TWICE += [("LayerNormMLP", recipe, twice_in_a_row) for recipe in RECIPES]
-TWICE += [
-    (kind, _PLAIN.get(recipe, recipe), twice_in_one_region)
-    for kind, recipe in (OTHERS[i] for i in (0, 1, 3))
-]
-TWICE += [("LayerNormMLP", r, twice_in_two_regions) for r in ("custom_delayed", "nvfp4_plain")]
+TWICE += [(*OTHERS[i], twice_in_one_region) for i in (0, 1, 3)]
+TWICE += [("LayerNormMLP", r, twice_in_two_regions) for r in ("custom_delayed", "nvfp4")]
 
 
 @pytest.mark.parametrize("kind,recipe,call", TWICE)

@@ -46,7 +46,7 @@ SCHEMAS = {
     "gemm": "(Tensor a, Tensor b, Tensor? bias, Tensor? a_scale_inv, Tensor? b_scale_inv,"
     " Tensor? a_amax, Tensor? b_amax, str a_quant, str b_quant, str layout, str out_dtype,"
     " bool fast_accum) -> Tensor",
-    "rng_state": "(Tensor like) -> Tensor",
+    "rng_state": "(Tensor like, Tensor? previous=None, int number=0) -> Tensor",
     "after": "(Tensor x, Tensor other) -> Tensor",
     "accumulate_": "(Tensor(a!) total, Tensor part, bool add) -> ()",
     "record_amax_": "(Tensor(a!) history, Tensor[] amaxes, int[] slots) -> ()",
@@ -169,12 +169,14 @@ def gemm_alignment(a, b, quant, layout) -> int:
     return 1
 
 
-def rng_state(like):
+def rng_state(like, previous=None, number=0):
     """``(seed, offset)``, int64 [2], of a stochastic rounding, drawn from torch's generator.
 
-    ``like`` is the tensor to be rounded: it gives the device, and lets a compiler see the order in
-    which draws must happen.
+    ``like`` is the tensor to be rounded: it gives the device, and lets a compiler see when the draw
+    can happen. The other arguments are not for callers, and no numbers depend on them: they keep
+    the draws of a graph apart and in order, and tracing fills them in (``dynamo/draws.py``).
     """
+    del previous, number
     return torch.randint(0, 1 << 62, (2,), dtype=torch.int64, device=like.device)
 
 

@@ -26,7 +26,7 @@ from ..core.config import decode_config
 from ..environment import constant_in_graphs
 from ..core.ops import EAGER, GRAPH, LIBRARY, below_autograd
 from ..quantized_tensor import QuantizedTensor
-from . import fake  # noqa: F401  # pylint: disable=unused-import  # registers the leaf fakes
+from . import draws, fake  # noqa: F401  # pylint: disable=unused-import  # what leaf ops register
 
 _GEMM_WEIGHTS = ("weight", "fc1_weight", "fc2_weight")
 
