@@ -298,8 +298,18 @@ def test_different_requests(device):
             by_tensor(other=lambda: te.NVFP4Quantizer(with_rht=True)),
             "weight nvfp4,.*rht=1; .* weights must not be",
         ),
+        (
+            "wgrad",
+            by_tensor(grad_output=te.NVFP4Quantizer, other=mxfp8),
+            "grad_output nvfp4,.* and input mxfp8,.*; .*give both operands of wgrad MXFP8",
+        ),
+        (
+            "wgrad",
+            by_tensor(grad_output=mxfp8, other=te.NVFP4Quantizer),
+            "grad_output mxfp8,.* and input nvfp4,.*; .*give both operands of wgrad MXFP8",
+        ),
     ),
-    ids=("fprop", "dgrad", "wgrad", "signs", "transformed_weight"),
+    ids=("fprop", "dgrad", "wgrad", "signs", "transformed_weight", "gradient", "input"),
 )
 def test_operands_that_do_not_fit(gemm, factory, operands, device):
     """The GEMM, the module and both operands are named, and the cure."""
@@ -374,6 +384,54 @@ def test_formats_per_orientation(row, col, source, device):
     assert_product(got.outputs[0], rows[0], rows[1], fp8=True)
     assert_product(got.grads["x"], rows[2], columns[1], fp8=True)
     assert_product(got.grads["weight"], columns[2], columns[0], fp8=True)
+
+
+def quantized_pair(gemm, a, b):
+    """A factory that quantizes nothing but the two operands of one GEMM."""
+    plain = te.IdentityQuantizer
+    answers = {
+        "fprop": {"input": lambda: hybrid(a(), plain()), "weight": lambda: hybrid(b(), plain())},
+        "dgrad": {
+            "grad_output": lambda: hybrid(a(), plain()),
+            "weight": lambda: hybrid(plain(), b()),
+        },
+        "wgrad": {
+            "grad_output": lambda: hybrid(plain(), a()),
+            "input": lambda: hybrid(plain(), b()),
+        },
+    }
+    return by_tensor(other=plain, **answers[gemm])
+
+
+PAIR_FORMATS = {
+    **FORMATS,
+    "mxfp8_2d": lambda: te.MXFP8Quantizer(E5M2, with_2d_quantization=True),
+    "nvfp4_2d": lambda: te.NVFP4Quantizer(with_2d_quantization=True),
+}
+
+
+@pytest.mark.parametrize("gemm", ("fprop", "dgrad", "wgrad"))
+@pytest.mark.parametrize("first", PAIR_FORMATS)
+def test_every_pair_of_formats(first, gemm, device):
+    """Each GEMM multiplies each pair, or the module refuses the pair at the forward call."""
+    a, x = PAIR_FORMATS[first], an_input(device)
+    for second, b in PAIR_FORMATS.items():
+        module = make("Linear", device, bias=False)
+        recipe = CustomRecipe(quantized_pair(gemm, a, b))
+        if gemm == "wgrad" and first.startswith("mxfp8") != second.startswith("mxfp8"):
+            with pytest.raises(ValueError, match="wgrad GEMM of .*both operands of wgrad MXFP8"):
+                with_recipe(module, x, recipe)
+            continue
+        got = step(module, x, recipe)
+        dy, weight = got.dys[0], module.weight.detach()
+        if gemm == "fprop":
+            tested, values = got.outputs[0], (rowwise(a(), x), rowwise(b(), weight))
+        elif gemm == "dgrad":
+            tested, values = got.grads["x"], (rowwise(a(), dy), columnwise(b(), weight).t())
+        else:
+            tested = got.grads["weight"]
+            values = (columnwise(a(), dy).t(), columnwise(b(), x).t())
+        assert_product(tested, *values, fp8=True)
 
 
 @pytest.mark.parametrize("kind", GEMM_MODULES)

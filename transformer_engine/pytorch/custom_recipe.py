@@ -136,6 +136,12 @@ def _mismatch(a: str, b: str, gemm: str) -> str:
     if not a or is_python(a):
         return ""
     specs = (decode_quant(a), decode_quant(b))
+    if gemm == "wgrad" and (specs[0].kind == "mxfp8") != (specs[1].kind == "mxfp8"):
+        return (
+            "columnwise MXFP8 data keeps the orientation of the tensor, that of other formats is"
+            " transposed: give both operands of wgrad MXFP8, or neither (a te.HybridQuantizer"
+            " chooses the columnwise format alone)"
+        )
     a_signs, b_signs = [spec.sign_mask if spec.rht else None for spec in specs]
     if gemm == "wgrad" and a_signs != b_signs:
         return "both or neither must be transformed (with_rht), with the same signs"
