@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -287,6 +288,47 @@ def test_availability(monkeypatch, capability, cuda, available):
         assert getattr(quantization, f"check_{name}_support")() == (answer, reason)
         assert getattr(FP8GlobalStateManager, f"is_{name}_available")() == (answer, reason)
     assert quantization.is_bf16_available() == (capability == (0, 0) or "bf16" in available)
+
+
+TRANSFORMED = QParams(random_hadamard_transform=True)
+# field, its value, other options of the recipe, what the error says
+UNEQUAL_TRANSFORMS = [
+    ("fp4_quant_fwd_inp", QParams(), {}, r"fwd_inp has random_hadamard_transform=False.*bwd_grad"),
+    ("fp4_quant_bwd_grad", QParams(), {}, r"fwd_inp has random_hadamard_transform=True.*bwd_grad"),
+    ("fp4_quant_fwd_inp", TRANSFORMED, {"disable_rht": True}, "wgrad multiplies the two.*disable"),
+    ("fp4_quant_fwd_weight", TRANSFORMED, {}, "fwd_weight has .*dgrad.*bwd_grad.*without"),
+]
+
+
+@pytest.mark.parametrize("field,value,options,match", UNEQUAL_TRANSFORMS)
+def test_transforms_that_do_not_cancel(field, value, options, match):
+    """Refused on entry: the product of transformed and other values would be silently wrong."""
+    recipe = NVFP4BlockScaling(**options)
+    setattr(recipe, field, value)
+    with pytest.raises(RuntimeError, match=match):
+        with autocast(recipe=recipe):
+            pass
+    assert look()[0] is False
+    # Where no backward GEMM is quantized, there is no product that could be wrong.
+    recipe.backward_override = "high_precision"
+    with autocast(recipe=recipe):
+        assert look()[0] is True
+
+
+def test_equal_transforms_are_computed(device):
+    """Both switched off by their QParams: the numbers of ``disable_rht``."""
+    recipe = NVFP4BlockScaling(disable_stochastic_rounding=True)
+    recipe.fp4_quant_fwd_inp = recipe.fp4_quant_bwd_grad = QParams()
+    gradients = []
+    for used in (recipe, NVFP4BlockScaling(True, True)):
+        torch.manual_seed(0)
+        module = te.Linear(64, 96, params_dtype=torch.bfloat16, device=device)
+        x = torch.randn(32, 64, dtype=torch.bfloat16, device=device)
+        with autocast(recipe=used):
+            y = module(x)
+        y.backward(torch.linspace(0, 1, 96, device=device).to(y.dtype).expand_as(y))
+        gradients.append(module.weight.grad)
+    assert torch.equal(*gradients)
 
 
 # --- init contexts, deprecated names --------------------------------------------------------------

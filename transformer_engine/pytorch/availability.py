@@ -162,13 +162,36 @@ def _spec_problem(spec: str) -> str:
 
 @functools.lru_cache(maxsize=None)
 def _cached_problem(spec: str) -> str:
+    operands = {}
     for part in spec.split(";"):
         key, _, text = part.partition("=")
         if key in ("x", "w", "g"):
             try:
-                decode_quant(text)
+                operands[key] = decode_quant(text)
             except ValueError as error:
                 return str(error)
+    return "" if "bwd=" in spec else _transform_problem(operands)
+
+
+def _transform_problem(operands: dict) -> str:
+    """Why the Hadamard transforms of the operands of a backward GEMM do not cancel; "" if they do.
+
+    Columnwise values are transformed, rowwise ones never are.
+    """
+    x, w, g = (getattr(operands.get(key), "rht", False) for key in "xwg")
+    if w:
+        return (
+            "fp4_quant_fwd_weight has random_hadamard_transform=True, but dgrad multiplies the"
+            " weight by rowwise gradients, which fp4_quant_bwd_grad never transforms. Assign"
+            " fp4_quant_fwd_weight a QParams without random_hadamard_transform."
+        )
+    if x != g:
+        return (
+            f"fp4_quant_fwd_inp has random_hadamard_transform={x} and fp4_quant_bwd_grad has"
+            f" random_hadamard_transform={g}, but wgrad multiplies the two, and the transform"
+            " cancels only if both have it. Assign both QParams with the same value, or make the"
+            " recipe with disable_rht=True."
+        )
     return ""
 
 
