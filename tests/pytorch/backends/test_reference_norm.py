@@ -185,6 +185,18 @@ def test_what_block_scaling_quantizes(device, kind, quant, want_output):
         assert same(actual, tensor)
 
 
+@pytest.mark.parametrize("rows", [0, 64, 128, 200, 256])
+def test_rows_decide_what_is_quantized(device, rows):
+    """``unrounded=2``: the fp32 result where rows are a multiple of 128, otherwise the rounded."""
+    x, weight, bias, _, _ = operands("RMSNorm", DTYPES[1], device, shape=(rows, 128))
+    quantized = forward(x, weight, bias, "RMSNorm", True, "mxfp8,e4m3,unrounded=2", None)[3:]
+    source = x.float() if rows % 128 == 0 else x
+    source = forward(source, weight, bias, "RMSNorm", True)[0]
+    expected = reference.quantize(source, "mxfp8,e4m3", None, 0, None, True, True, None)
+    for actual, tensor in zip(quantized, expected, strict=True):
+        assert same(actual, tensor)
+
+
 def test_large_mean(device):
     x, weight, bias, _, _ = operands("LayerNorm", DTYPES[0], device, mean=1000.0)
     y = forward(x, weight, bias, "LayerNorm")[0]

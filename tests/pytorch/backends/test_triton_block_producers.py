@@ -9,6 +9,7 @@ from triton_support import DEVICE, REASON, assert_close
 from transformer_engine.pytorch.backends import reference
 from transformer_engine.pytorch.backends import triton as kernels
 from transformer_engine.pytorch.formats.fp8 import amax_of
+from transformer_engine.pytorch.formats.layout import Quantized
 from transformer_engine.pytorch.formats.spec import decode_quant
 
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
@@ -64,6 +65,14 @@ def test_norm_quantized_before_it_is_rounded(want_output):
     same(out[3:], reference.quantize(exact, quant, None, 0, None, True, True, None), quant)
     if want_output:
         assert torch.equal(out[0], exact.bfloat16())
+
+
+@pytest.mark.parametrize("rows", [70, 128])
+def test_norm_whose_rows_decide(rows):
+    tensors = norm_inputs((rows, 96), "RMSNorm")
+    known = f"mxfp8,e4m3,unrounded={int(rows == 128)}"
+    want = Quantized(*norm(tensors, "RMSNorm", known, False)[3:])
+    same(norm(tensors, "RMSNorm", "mxfp8,e4m3,unrounded=2", False)[3:], want, known)
 
 
 @pytest.mark.parametrize("orientations", [(True, False), (False, True)])

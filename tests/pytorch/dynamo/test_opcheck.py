@@ -119,7 +119,7 @@ def norm_samples(device):
     """``(leaf, arguments)`` of the norms; nothing of theirs is rounded stochastically."""
     x, w, b = tensor(device, M, K), tensor(device, K), tensor(device, K)
     rstd = torch.ones(M, device=device)
-    quants = ("", *DETERMINISTIC, "mxfp8,e4m3,unrounded=1")
+    quants = ("", *DETERMINISTIC, "mxfp8,e4m3,unrounded=1", "mxfp8,e4m3,unrounded=2")
     for i, (quant, want) in enumerate(itertools.product(quants, (True, False))):
         kinds = NORMS if quant in ("", CURRENT, DELAYED) else (NORMS[i % 3 > 0],)
         for kind in kinds:

@@ -22,7 +22,7 @@ VALUES = {
     "eps": (0.0, 1e-7),
     "dim": (1, 2),
     "swizzled": (False, True),
-    "unrounded": (False, True),
+    "unrounded": (0, 1, 2),
     "rht": (False, True),
     "sign_mask": (0xD7E8, 0),
     "stochastic": (False, True),

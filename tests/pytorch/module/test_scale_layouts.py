@@ -391,17 +391,21 @@ def test_dynamic_rows(recipe, monkeypatch):
     assert counts[:3] == [1, 2, 2] and counts[3:] == [3] * 4
 
 
+@pytest.mark.parametrize("cudnn", (False, True))
 @pytest.mark.parametrize("recipe", ("mxfp8", "nvfp4", "nvfp4_without_rht"))
-def test_unbacked_rows(recipe, monkeypatch):
-    """Where the graph does not know the rows, it chooses an order that is right for all of them."""
+def test_unbacked_rows(recipe, cudnn, monkeypatch):
+    """Where the graph does not know the rows, it chooses an order that is right for all of them.
+
+    Whether the norm's fp32 result is quantized is then decided by the kernel.
+    """
 
     def unbacked(x):
         torch._dynamo.decorators.mark_unbacked(x, 0)
         return x
 
-    Surroundings().install(monkeypatch)
+    Surroundings(cudnn=cudnn).install(monkeypatch)
     twins, kept = Twins(build("LayerNormMLP", "RMSNorm", "aligned", False)), RECIPES[recipe]()
-    for seed, rows in enumerate((128, 7, 64, 0, 1)):
+    for seed, rows in enumerate((128, 7, 64, 0, 1, 256)):
         twins.step(random(rows, 128, seed=seed), kept, seed=seed, view=unbacked)
     assert graphs() == 1
 

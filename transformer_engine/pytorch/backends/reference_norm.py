@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..formats.layout import NOTHING
-from ..formats.spec import decode_quant
+from ..formats.spec import decode_for_rows
 from .reference_quantize import quantize_values
 
 
@@ -46,7 +46,7 @@ def norm_forward(
         for MXFP8 with ``unrounded``, otherwise the result rounded to the dtype of ``x``.
     """
     out, mean, rstd = _normalize(x.float(), weight, bias, eps, zero_centered, kind)
-    spec = decode_quant(quant)
+    spec = decode_for_rows(quant, x.shape[0])
     if spec is None:
         return out.to(x.dtype), mean, rstd, *NOTHING
     keep_fp32 = (spec.kind == "delayed" and not want_output) or spec.unrounded

@@ -80,7 +80,8 @@ def _options(spec: QuantSpec, columnwise: bool) -> list:
     words = {
         f"amax at least {spec.eps:g}": spec.eps > 0,
         "scales swizzled for the GEMM": spec.swizzled,
-        "of the norm's unrounded fp32 result": spec.unrounded,
+        "of the norm's unrounded fp32 result": spec.unrounded == 1,
+        "of the norm's unrounded fp32 result if rows are a multiple of 128": spec.unrounded == 2,
         "after a random Hadamard transform": spec.rht and columnwise,
         "rounded stochastically": spec.stochastic,
         f"each block's largest value becomes 4 or 6, by {spec.four_over_six.upper()}": bool(

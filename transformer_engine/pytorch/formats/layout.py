@@ -17,7 +17,7 @@ from typing import NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from .spec import QuantSpec
+from .spec import WHOLE_ROWS, QuantSpec
 
 BLOCK = 128  # values per scale of "block"
 MXFP8_BLOCK = 32
@@ -159,7 +159,7 @@ class LayoutFlags(NamedTuple):
 
 
 @lru_cache(maxsize=None)
-def _with(spec: QuantSpec, swizzled: bool, unrounded: bool) -> QuantSpec:
+def _with(spec: QuantSpec, swizzled: bool, unrounded: int) -> QuantSpec:
     return replace(spec, swizzled=swizzled, unrounded=unrounded)
 
 
@@ -172,7 +172,8 @@ def produced_spec(
     kernel must write and what a consumer will find. It decides as the reference package does:
 
     * MXFP8: the wish is granted, except that a norm under ``cudnn_norm`` with rows and columns that
-      are multiples of 128 leaves scales compact, and quantizes its unrounded fp32 result.
+      are multiples of 128 leaves scales compact, and quantizes its unrounded fp32 result. A graph
+      whose rows are unbacked leaves the latter to the kernel, and the order as it was wished.
     * NVFP4: a plain quantize grants the wish. Kernels that produce the values themselves do so on
       GPUs of compute capability 10.0 to 11.0 only: with a Hadamard transform if rows are a multiple
       of 64, columns of 128 and ``rht_fusion`` is on; without one for square blocks if both are
@@ -186,12 +187,16 @@ def produced_spec(
         capability: compute capability of the tensor's device, (0, 0) for the CPU.
     """
     if spec.kind == "mxfp8":
-        # This one decides about numbers, so a graph has to know the rows.
-        fused = flags.cudnn_norm and producer == "norm" and rows % 128 == 0 and columns % 128 == 0
-        return _with(spec, spec.swizzled and not fused, bool(fused))
+        if not (flags.cudnn_norm and producer == "norm") or columns % 128 != 0:
+            return _with(spec, spec.swizzled, 0)
+        whole = rows % WHOLE_ROWS == 0
+        if _is_unknown(whole):
+            return _with(spec, spec.swizzled, 2)
+        # This one decides about numbers, so a graph that can know the rows has to.
+        return _with(spec, spec.swizzled and not whole, int(bool(whole)))
     if spec.kind != "nvfp4" or not spec.swizzled or producer == "quantize":
         return spec
-    return _with(spec, emits_swizzled_scales(spec, rows, columns, capability, flags), False)
+    return _with(spec, emits_swizzled_scales(spec, rows, columns, capability, flags), 0)
 
 
 def emits_swizzled_scales(
@@ -204,6 +209,15 @@ def emits_swizzled_scales(
         return flags.rht_fusion and _multiples(rows, 64, columns, 128)
     square = spec.dim == 2 and not spec.row_scaled and not spec.four_over_six
     return square and _multiples(rows, 128, columns, 128)
+
+
+def _is_unknown(condition) -> bool:
+    """Whether a condition on sizes can not be decided while tracing, not even by a guard."""
+    if isinstance(condition, bool):
+        return False
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, has_free_unbacked_symbols
+
+    return has_free_unbacked_symbols(condition) and not guard_or_false(condition)
 
 
 def _multiples(rows, of_rows: int, columns, of_columns: int) -> bool:

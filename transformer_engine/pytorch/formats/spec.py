@@ -7,7 +7,7 @@ Operators of ``torch.library`` take plain schemas only, so a quantization crosse
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Optional
 
@@ -22,6 +22,9 @@ KINDS = tuple(FORMATS)
 PER_TENSOR = ("delayed", "current")
 # Signs of the random Hadamard transform: bit i is set where the i-th one is -1.
 RHT_SIGN_MASK = 0xD7E8
+
+# Norms under NVTE_NORM_FWD_USE_CUDNN quantize unrounded results if this divides the rows.
+WHOLE_ROWS = 128
 
 # The options that mean something for a kind; the others must keep their defaults.
 _OPTIONS = {
@@ -50,7 +53,9 @@ class QuantSpec:
         eps: the amax is raised to at least this value (current and block scaling).
         dim: 1 for blocks along the contracted dimension, 2 for square blocks.
         swizzled: block scales are stored in the order that Blackwell's GEMMs read (``swizzle.py``).
-        unrounded: a norm quantizes its fp32 result instead of the one rounded to its dtype (MXFP8).
+        unrounded: 1 where a norm quantizes its fp32 result instead of the one rounded to its dtype
+            (MXFP8), 2 where that is so if the rows are a multiple of 128, which a graph that does
+            not know its rows can not say (``decode_for_rows``).
         rht: random Hadamard transform of the columnwise values, with the signs of ``sign_mask``.
         stochastic: round FP4 codes stochastically.
         row_scaled: one global FP4 scale per row.
@@ -68,7 +73,7 @@ class QuantSpec:
     eps: float = 0.0
     dim: int = 1
     swizzled: bool = False
-    unrounded: bool = False
+    unrounded: int = 0
     rht: bool = False
     sign_mask: int = RHT_SIGN_MASK
     stochastic: bool = False
@@ -95,6 +100,8 @@ class QuantSpec:
                 )
         if self.dim not in (1, 2):
             raise ValueError(f"QuantSpec.dim is {self.dim}; blocks are 1- or 2-dimensional.")
+        if self.unrounded not in (0, 1, 2):
+            raise ValueError(f"QuantSpec.unrounded is {self.unrounded}. Use 0, 1 or 2.")
         self._check_nvfp4()
 
     def _check_nvfp4(self) -> None:
@@ -158,3 +165,11 @@ def decode_quant(text: str) -> Optional[QuantSpec]:
         default = _DEFAULTS[name]
         options[name] = bool(int(value)) if isinstance(default, bool) else type(default)(value)
     return QuantSpec(kind, rest[0] if rest else "", **options)
+
+
+def decode_for_rows(text: str, rows: int) -> Optional[QuantSpec]:
+    """``decode_quant`` for a tensor of ``rows`` rows, where that decides about ``unrounded``."""
+    spec = decode_quant(text)
+    if spec is None or spec.unrounded != 2:
+        return spec
+    return replace(spec, unrounded=int(rows % WHOLE_ROWS == 0))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...formats.layout import NOTHING, Quantized, ceil_div
-from ...formats.spec import QuantSpec, decode_quant
+from ...formats.spec import QuantSpec, decode_for_rows
 from .block_scaled import Source, fuses, has_global_amax, quantize_source, source_of
 from .cast import launch_cast, launch_transpose
 from .common import (
@@ -73,7 +73,7 @@ def norm_forward(
     *Quantized)``.
     """
     rows, columns = x.shape
-    spec = decode_quant(quant)
+    spec = decode_for_rows(quant, rows)
     y = empty(x, (rows, columns), x.dtype) if want_output or spec is None else None
     norm = _Norm(
         x,
