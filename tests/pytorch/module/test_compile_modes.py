@@ -16,6 +16,7 @@ from transformer_engine.common.recipe import (
 )
 
 from compile_support import (
+    FFN,
     GEMM_MODULES,
     K,
     NORMS,
@@ -209,7 +210,9 @@ def test_recipe_changed_in_place(field, where, device):
 
 BLOCK_CHANGES = [
     (Float8BlockScaling, "fp8_format", Format.HYBRID),
+    (Float8BlockScaling, "w_block_scaling_dim", 1),
     (Float8BlockScaling, "fp8_quant_bwd_grad", QParams(power_2_scale=False)),
+    (MXFP8BlockScaling, "enable_2d_quantization", True),
     (MXFP8BlockScaling, "backward_override", "dequantized"),
     (NVFP4BlockScaling, "row_scaled_activation", True),
     (NVFP4BlockScaling, "nvfp4_4over6", "weights"),
@@ -220,7 +223,10 @@ BLOCK_CHANGES = [
 @pytest.mark.parametrize("make,field,value", BLOCK_CHANGES)
 def test_block_recipe_changed_in_place(make, field, value, device):
     """The same for recipes with scales of blocks."""
-    twins = Twins(build("LayerNormMLP", device))
+    module = build("LayerNormMLP", device)
+    with torch.no_grad():  # rows of different size, so that blocks of rows are unlike square blocks
+        module.fc1_weight *= 16.0 ** (torch.arange(FFN, device=device) % 4 - 2)[:, None]
+    twins = Twins(module)
     recipe = make(disable_rht=True) if make is NVFP4BlockScaling else make()
     x, old, outputs = random(16, K, device=device), getattr(recipe, field), []
     for i, new in enumerate((old, value, old, value)):
