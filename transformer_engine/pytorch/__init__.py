@@ -22,6 +22,7 @@ from .cpu_offload import (
 )
 from .diagnostics import explain, memory_report
 from .distributed import CudaRNGStatesTracker, checkpoint
+from .graph import make_graphed_callables
 from .module import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from .quantization import (
     DelayedScalingRequest,
@@ -72,11 +73,13 @@ __all__ = [
     "get_cpu_offload_context",
     "get_default_recipe",
     "get_device_compute_capability",
+    "graph",
     "is_bf16_available",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "make_graphed_callables",
     "mark_not_offload",
     "memory_report",
     "module",

@@ -300,6 +300,17 @@ class FP8GlobalStateManager:
         state.skip_fp8_weight_update_tensor.fill_(skip)
 
     @classmethod
+    def weight_update_flag(cls) -> Optional[Tensor]:
+        """The flag of `set_skip_fp8_weight_update_tensor` while a CUDA graph is captured, or in
+        ``autocast(_graph=True)``; else None.
+        """
+        state = cls.quantization_state
+        flag = state.skip_fp8_weight_update_tensor
+        if flag is None:
+            return None
+        return flag if state.fp8_graph_capturing or cls.fp8_graph_capturing() else None
+
+    @classmethod
     def get_skip_fp8_weight_update_tensor(cls) -> Optional[Tensor]:
         """The flag of `set_skip_fp8_weight_update_tensor`; None if it was never set."""
         return cls.quantization_state.skip_fp8_weight_update_tensor

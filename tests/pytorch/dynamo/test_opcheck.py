@@ -182,6 +182,13 @@ def other_samples(device):
     amax = x.abs().amax().float().reshape(1)
     yield "bias_grad", (x,)
     yield "after", (x, amax)
+    for keep in (torch.zeros(1, device=device), torch.ones(1, device=device)):
+        for quant in (CURRENT, "delayed,e4m3", "mxfp8,e4m3", "nvfp4,e2m1"):
+            scale, taken = scale_for(quant, device, 3), torch.zeros(1, device=device)
+            old = GRAPH.quantize(x, quant, scale, 1, None, True, True, None)
+            yield "requantize_", (x, quant, scale, 1, None, keep, *old, taken)
+            part = (old[0], None, *old[2:3], None, *old[4:5], None)
+            yield "requantize_", (x, quant, scale, 1, None, keep, *part, None)
     history = torch.zeros(4, 3, device=device)
     for add in (True, False):
         yield "accumulate_", (tensor(device, N, K, dtype=torch.float32), tensor(device, N, K), add)

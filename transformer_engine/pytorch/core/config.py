@@ -187,6 +187,8 @@ def decode_config(text: str) -> ModuleConfig:
             fields["recompute"] = value == "1"
         elif key == "delay":
             fields["delay_wgrad"] = value == "1"
+        elif key == "inplace":
+            pass  # of interest to autograd only, see ModuleFunction
         elif key == "again":
             fields["again"] = tuple(int(gemm) for gemm in value.split(","))
         elif key == "custom":

@@ -49,6 +49,9 @@ SCHEMAS = {
     "rng_state": "(Tensor like, Tensor? previous=None, int number=0) -> Tensor",
     "after": "(Tensor x, Tensor other) -> Tensor",
     "accumulate_": "(Tensor(a!) total, Tensor part, bool add) -> ()",
+    "requantize_": "(Tensor x, str quant, Tensor? scale, int slot, Tensor? rng, Tensor keep,"
+    " Tensor(a!)? row, Tensor(b!)? col, Tensor(c!)? scale_inv, Tensor(d!)? col_scale_inv,"
+    " Tensor(e!)? amax, Tensor(f!)? col_amax, Tensor(g!)? taken) -> ()",
     "record_amax_": "(Tensor(a!) history, Tensor[] amaxes, int[] slots) -> ()",
     "delayed_scaling_update_": "(Tensor(a!) history, Tensor(b!) scale, float fp8_max,"
     " float margin, str algo) -> ()",
@@ -195,6 +198,25 @@ def after(x, other):
     return x.clone()
 
 
+def requantize_(
+    x, quant, scale, slot, rng, keep, row, col, scale_inv, col_scale_inv, amax, col_amax, taken
+):
+    """Write ``x`` into the buffers of a quantized tensor, unless ``keep`` (fp32 [1]) is 1.
+
+    Of the layouts whose buffer is given. ``taken`` (fp32 [1]) gets the amax of ``x``, or 0 where
+    nothing is written. Written past autograd: whoever kept the buffers for a backward pass wants
+    them as they are then.
+    """
+    new = quantize(x, quant, scale, slot, None, row is not None, col is not None, rng)
+    kept = keep.view(1) == 1.0
+    buffers = (row, col, scale_inv, col_scale_inv, amax, col_amax)
+    for buffer, values in zip(buffers, new):
+        if buffer is not None and values is not None:
+            buffer.data.copy_(torch.where(kept, buffer, values))
+    if taken is not None and new[4] is not None:
+        taken.data.copy_(torch.where(kept, 0.0, new[4]))
+
+
 def record_amax_(history, amaxes, slots):
     """Fold ``amaxes`` into row 0 of ``history``."""
     select(Request("record_amax_", history.device, history.dtype)).run(history, amaxes, slots)
@@ -218,6 +240,7 @@ EAGER = SimpleNamespace(
     rng_state=rng_state,
     after=after,
     accumulate_=accumulate_,
+    requantize_=requantize_,
     record_amax_=record_amax_,
     delayed_scaling_update_=delayed_scaling_update_,
 )

@@ -38,6 +38,7 @@ class WeightOperand(NamedTuple):
     quant: str = ""
     amax: Optional[Tensor] = None  # if it was quantized now
     again: bool = False  # backward quantizes ``tensor`` again instead of keeping buffers
+    in_place: bool = False  # the buffers are those of a cache, and are rewritten in place
 
 
 def quantized_weight(
@@ -73,6 +74,61 @@ def quantized_weight(
     return WeightOperand(weight, buffers, quant, buffers.amax)
 
 
+def rewritten_weight(
+    cache: dict,
+    key: str,
+    weight: Tensor,
+    quant: str,
+    scale: Optional[Tensor],
+    slot: int,
+    keep: Tensor,
+    columnwise: bool,
+) -> WeightOperand:
+    """The operand that the cache holds under ``key``, written anew by the device's decision.
+
+    ``keep`` (fp32 [1]) is read on the device: 1 leaves the bytes of the entry as they are, anything
+    else makes them those of ``weight``. The buffers stay the same, so one captured graph serves
+    both. Where there is no entry that fits, it is made, whatever ``keep`` says.
+    """
+    made = made_weight_quant(quant, weight.shape[0], weight.shape[1], weight.device)
+    entry = cache.get(key)
+    if is_python(made) or entry is None or not usable(entry, made, columnwise):
+        return quantized_weight(cache, key, weight, quant, scale, slot, False, columnwise)
+    buffers = entry.operand_buffers()
+    with torch.no_grad():
+        amax = _rewrite(buffers, weight.detach(), made, scale, slot, keep)
+    return WeightOperand(weight, buffers, made, amax, in_place=True)
+
+
+def _rewrite(old: Quantized, weight: Tensor, quant: str, scale, slot: int, keep: Tensor) -> Tensor:
+    """Write ``weight`` into the buffers ``old``; returns the rowwise amax, 0 where they stay."""
+    parts = quant.split("|")
+    amax = torch.zeros(1, dtype=torch.float32, device=weight.device)
+    if len(parts) == 1:
+        _rewrite_leaf(weight, quant, scale, slot, keep, old, amax)
+        return amax
+    row_quant, col_quant = parts[:2]
+    source = weight
+    if row_quant:
+        row = old._replace(col=None, col_scale_inv=None, col_amax=None)
+        _rewrite_leaf(weight, row_quant, scale, slot, keep, row, amax)
+        if len(parts) > 2:
+            part = Part(old.row, old.scale_inv, old.amax, row_quant)
+            source = dequantized(kernels(), part, weight.dtype)
+    if col_quant and old.col is not None:
+        # Per-tensor FP8 has one scale, which is the rowwise one of the leaf's result.
+        shared = col_quant.startswith(("delayed", "current"))
+        scales = (old.col_scale_inv, None) if shared else (None, old.col_scale_inv)
+        col = Quantized(None, old.col, *scales, None, old.col_amax)
+        _rewrite_leaf(source, col_quant, scale, slot, keep, col, None if row_quant else amax)
+    return amax
+
+
+def _rewrite_leaf(x, quant: str, scale, slot: int, keep: Tensor, old: Quantized, amax) -> None:
+    rng = kernels().rng_state(x) if "stochastic" in quant else None
+    kernels().requantize_(x, quant, scale, slot, rng, keep, *old, amax)
+
+
 def quantized_for_one_pass(
     weight: Tensor,
     quant: str,
@@ -106,9 +162,19 @@ def _gives_the_same_again(quant: str) -> bool:
     return len(parts) == 1 or "delayed" not in quant
 
 
+def in_place(weights: tuple) -> bool:
+    """Whether a weight's buffers are rewritten in place."""
+    for weight in weights:
+        if weight.in_place:
+            return True
+    return False
+
+
 def made_weights(weights: tuple, spec: str) -> str:
     """The part of a configuration that says how weights were made, and scales are laid out."""
     text = "".join([f";w{'2' * i}={weight.quant}" for i, weight in enumerate(weights)])
+    if in_place(weights):
+        text += ";inplace=1"
     again = ",".join([str(i) for i, weight in enumerate(weights) if weight.again])
     if again:
         text += f";again={again}"

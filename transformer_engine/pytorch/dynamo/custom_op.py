@@ -179,6 +179,17 @@ def _save_plan(name: str, config: str) -> tuple:
     return tuple(op.save(decode_config(config), inputs, outputs))
 
 
+@constant_in_graphs
+def unchecked_slots(name: str, config: str) -> tuple:
+    """Slots of `save_plan` that hold buffers of a weight, which a CUDA graph rewrites in place."""
+    inputs = OPS[name].inputs
+    weights = {i for i, given in enumerate(inputs) if given.split("_")[0] in ("w", "w1", "w2")}
+    plan = _save_plan(name, config)
+    return tuple(
+        i for i, slot in enumerate(plan) if slot and slot[0] == "in" and slot[1] in weights
+    )
+
+
 def saved_tensors(plan: tuple, inputs, outputs) -> list[Optional[Tensor]]:
     """The tensors that ``plan`` names."""
     sources = {"in": inputs, "out": outputs}

@@ -173,6 +173,7 @@ FAKES = {
     "rng_state": _rng_state,
     "after": _after,
     "accumulate_": _nothing,
+    "requantize_": _nothing,
     "record_amax_": _nothing,
     "delayed_scaling_update_": _nothing,
 }

@@ -14,7 +14,7 @@ from ..core.ops import is_plain, kernels, outside_autocast, through_dispatcher
 from ..core.plans import run_planned
 from ..core.wgrad import accumulate_fused, dummy_gradient
 from ..torch_version import is_exporting
-from .custom_op import OPS, materialized, save_plan, saved_tensors
+from .custom_op import OPS, materialized, save_plan, saved_tensors, unchecked_slots
 
 
 class ModuleFunction(torch.autograd.Function):
@@ -33,7 +33,14 @@ class ModuleFunction(torch.autograd.Function):
         tensors, main_grads = tensors[: len(op.inputs)], tensors[len(op.inputs) :]
         outputs = _run(op.forward_op, op.forward, config, tensors)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*saved_tensors(save_plan(name, config), tensors, outputs))
+        saved = saved_tensors(save_plan(name, config), tensors, outputs)
+        ctx.held = ()
+        if "inplace=1" in config:
+            # Buffers that are rewritten in place: backward takes them as they are by then.
+            held = unchecked_slots(name, config)
+            ctx.held = [saved[i] for i in held]
+            saved = [None if i in held else tensor for i, tensor in enumerate(saved)]
+        ctx.save_for_backward(*saved)
         ctx.name, ctx.config = name, config
         ctx.bwd_scale, ctx.bwd_history = bwd_scale, bwd_history
         ctx.slots, ctx.rule = slots, rule
@@ -57,7 +64,12 @@ def _backward(ctx, *grads):
     op = OPS[ctx.name]
     grads = materialized(ctx.output, grads[: op.outputs])
     scale = (ctx.bwd_scale,) if op.takes_scale else ()
-    arguments = (*grads, *ctx.saved_tensors, *scale)
+    saved = ctx.saved_tensors
+    if ctx.held:
+        saved = list(saved)
+        for i, tensor in zip(unchecked_slots(ctx.name, ctx.config), ctx.held):
+            saved[i] = tensor
+    arguments = (*grads, *saved, *scale)
     if ctx.store is None:
         results = _run(op.backward_op, op.backward, ctx.config, arguments)
     else:

@@ -22,9 +22,11 @@ from ..core.primary_weights import primary_buffers, stand_in
 from ..core.update_rule import PYTHON_RULE_IN_GRAPH
 from ..core.weights import (
     WeightOperand,
+    in_place,
     made_weights,
     quantized_for_one_pass,
     quantized_weight,
+    rewritten_weight,
 )
 from ..core.wgrad import WeightGradStore, give_gradient, plan_fused, run_put_off
 from ..custom_recipe import (
@@ -404,16 +406,15 @@ class TransformerEngineBaseModule(
         if self.weights_are_gathered and self._is_parameter(weight):
             operand = quantized_for_one_pass(weight, quant, scale, slot, backward, columnwise)
         else:
-            operand = quantized_weight(
-                self._fp8_workspaces,
-                self.weight_names[gemm] if self.num_gemms > 1 else "weight",
-                weight,
-                quant,
-                scale,
-                slot,
-                None if self.weights_are_gathered else is_first_microbatch,
-                columnwise,
-            )
+            key = self.weight_names[gemm] if self.num_gemms > 1 else "weight"
+            common = (self._fp8_workspaces, key, weight, quant, scale, slot)
+            keep = FP8GlobalStateManager.weight_update_flag()
+            if self.weights_are_gathered:
+                operand = quantized_weight(*common, None, columnwise)
+            elif keep is not None:
+                operand = rewritten_weight(*common, keep, columnwise)
+            else:
+                operand = quantized_weight(*common, is_first_microbatch, columnwise)
         keep_weights(*operand.buffers)
         return operand
 
@@ -444,6 +445,8 @@ class TransformerEngineBaseModule(
         bwd_state = _NO_BWD_STATE
         if scaling is not None and call.spec and (need or PHASE.backward_follows):
             rule = delayed_scaling.enter_backward(scaling)
+            if FP8GlobalStateManager.quantization_state.fp8_graph_capturing:
+                rule = None  # renewed between replays
             bwd_state = (scaling.bwd_scale, scaling.bwd_history, self.bwd_amax_slots, rule)
         keep_weights(*tensors[1:])  # all but the input
         for weight in weights:
@@ -455,7 +458,7 @@ class TransformerEngineBaseModule(
                 self.weight_parameters(),
                 OPS[self.op_name].weight_positions,
                 call.x.dtype,
-                is_first_microbatch,
+                is_first_microbatch and not in_place(weights),
             )
             if main_grads:
                 config += f";dw={str(main_grads[0].dtype)[6:]}"
