@@ -10,13 +10,20 @@ written anew.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
-from torch.utils._pytree import tree_flatten
 
 from ..common.recipe import Recipe
+from .graphed.arguments import (
+    check_hooks,
+    check_modules,
+    check_samples,
+    check_torch_autocast,
+    check_warmup,
+    one_for_each,
+    renamed,
+)
 from .graphed.backend import CudaGraphs
 from .graphed.capture import (
     CAPTURING,
@@ -26,7 +33,6 @@ from .graphed.capture import (
     unchanged,
     warm_up,
 )
-from .graphed.hooks import capture_hooks
 from .graphed.schedule import pipelined_schedule, plain_schedule
 from .graphed.unit import Options, Unit
 from .quantization import autocast
@@ -126,14 +132,16 @@ def make_graphed_callables(
 
     * `modules`: a module, or a tuple of modules that run one after the other
     * `sample_args`, `sample_kwargs`: tensors like those of later calls, in a tuple (a dictionary);
-      a tuple of them where `modules` is one. They become the static inputs of the graphs
-    * `num_warmup_iters`: passes before the capture
+      a tuple of them where `modules` is one. They become the static inputs of the graphs. Calls
+      must agree with them in shape, dtype and whether they require gradients
+    * `num_warmup_iters`: passes before the capture; 0 if each module has run already
     * `allow_unused_input`: inputs and parameters may have no gradient
     * `enabled` (of all, or a tuple for each), `calibrating`, `recipe`, `amax_reduction_group`: of
       ``te.autocast`` in the graphs; `fp8_enabled`, `fp8_calibrating`, `fp8_recipe` and `fp8_group`
       are their former names, `fp8_weight_caching` that of `cache_quantized_params`
     * `cache_quantized_params`: calls must have a keyword ``is_first_microbatch``; with True the
-      graph writes its quantized weights anew, with False it uses them as they are
+      graph writes its quantized weights anew, with False it uses them as they are. With
+      ``fuse_wgrad_accumulation`` the graph adds to ``main_grad`` either way: set it to zero
     * `pool`: memory pool, from `graph_pool_handle`
     * `retain_graph_in_backward`: the backward graph may be replayed several times per forward
     * `clone_param_grads_on_return`: False returns the static gradients of parameters themselves,
@@ -149,37 +157,41 @@ def make_graphed_callables(
     A graphed module runs its original forward where ``module.training`` is not as it was captured.
     Calls take the arguments of the samples, and ``cuda_graph_stream`` and ``cuda_graph_event``: the
     stream to replay on, and an event that the calling stream waits for instead of the whole replay.
-    Other keyword arguments are ignored. The results have ``reset()``, which frees the graphs, and
-    ``backward_dw()``.
+    Other keyword arguments are ignored. Outputs and gradients of inputs lie in the memory of the
+    graph: the next replay overwrites them, and what a backward pass needs. The results have
+    ``reset()``, which frees the graphs, and ``backward_dw()``. A ``copy.deepcopy`` has no graphs.
 
     Scales of delayed scaling are renewed when the ``te.autocast`` around the calls ends, and in
-    backward. Capturing leaves scales, histories, gradients and random numbers as they were; what
-    warming up adds to ``main_grad`` stays.
+    backward. Capturing leaves scales, histories, gradients (``main_grad`` too) and random numbers
+    as they were.
 
     Raises TypeError, ValueError or RuntimeError for arguments that do not fit, and RuntimeError
-    without CUDA.
+    without CUDA. Calls raise ValueError or TypeError for inputs unlike the samples, and
+    RuntimeError after ``reset()``, where a parameter or a scale is not in the memory that was
+    captured, and for the backward pass of a call that was not the last one.
     """
-    enabled = _renamed("fp8_enabled", fp8_enabled, "enabled", enabled, False)
-    calibrating = _renamed("fp8_calibrating", fp8_calibrating, "calibrating", calibrating, False)
-    recipe = _renamed("fp8_recipe", fp8_recipe, "recipe", recipe, None)
-    group = _renamed("fp8_group", fp8_group, "amax_reduction_group", amax_reduction_group, None)
+    enabled = renamed("fp8_enabled", fp8_enabled, "enabled", enabled, False)
+    calibrating = renamed("fp8_calibrating", fp8_calibrating, "calibrating", calibrating, False)
+    recipe = renamed("fp8_recipe", fp8_recipe, "recipe", recipe, None)
+    group = renamed("fp8_group", fp8_group, "amax_reduction_group", amax_reduction_group, None)
     names = "fp8_weight_caching", "cache_quantized_params"
-    caching = _renamed(names[0], fp8_weight_caching, names[1], cache_quantized_params, False)
+    caching = renamed(names[0], fp8_weight_caching, names[1], cache_quantized_params, False)
     single = not isinstance(modules, tuple)
     if single:
         if _order is not None:
             raise ValueError("_order needs a tuple of modules, the layers of all chunks.")
         modules, sample_args = (modules,), (sample_args,)
         sample_kwargs = None if sample_kwargs is None else (sample_kwargs,)
-    enabled = _one_for_each(enabled, len(modules))
-    _check_modules(modules)
+    enabled = one_for_each(enabled, len(modules))
+    check_warmup(num_warmup_iters)
+    check_modules(modules)
     schedule = plain_schedule(len(modules))
     if _order is not None:
         layers = _num_layers_per_chunk
         schedule = pipelined_schedule(_order, len(modules), layers, len(sample_args))
-    samples = _check_samples(sample_args, sample_kwargs, len(schedule.callables))
-    hooks = _check_hooks(capture_time_hooks, len(modules))
-    _check_torch_autocast()
+    samples = check_samples(sample_args, sample_kwargs, len(schedule.callables))
+    hooks = check_hooks(capture_time_hooks, len(modules))
+    check_torch_autocast()
     _need_cuda()
     backend = CudaGraphs()
 
@@ -208,84 +220,6 @@ def make_graphed_callables(
         module.forward = made
         module.backward_dw, module.reset = made.backward_dw, made.reset
     return modules[0] if single else modules
-
-
-# --- arguments ------------------------------------------------------------------------------------
-
-
-def _renamed(old_name: str, old: Any, new_name: str, new: Any, default: Any) -> Any:
-    """The value of an argument that has a former name."""
-    if old is None:
-        return default if new is None else new
-    if new is not None:
-        raise ValueError(f"{old_name} is the former name of {new_name}; give only {new_name}.")
-    warnings.warn(f"{old_name} is deprecated; use {new_name}.", DeprecationWarning, stacklevel=3)
-    return old
-
-
-def _one_for_each(enabled: Any, count: int) -> Tuple[bool, ...]:
-    if isinstance(enabled, bool):
-        return (enabled,) * count
-    if not isinstance(enabled, tuple):
-        raise TypeError(f"enabled must be a bool or a tuple of bools, not {enabled!r}.")
-    if len(enabled) != count:
-        raise ValueError(f"enabled has {len(enabled)} entries for {count} callables.")
-    return enabled
-
-
-def _check_modules(modules: tuple) -> None:
-    for module in modules:
-        if not isinstance(module, torch.nn.Module):
-            raise TypeError(
-                f"Graphed callables must be torch.nn.Module objects, not {type(module).__name__}:"
-                " their parameters are part of the graph. Wrap the function in a module."
-            )
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
-            raise RuntimeError(
-                f"{type(module).__name__} has hooks, which would be captured once and not run"
-                " again. Register them after make_graphed_callables."
-            )
-    if len({module.training for module in modules}) > 1:
-        raise RuntimeError(
-            "Some of the modules are in training mode and some are not. Call train() or eval() on"
-            " all of them."
-        )
-
-
-def _check_samples(sample_args: Any, sample_kwargs: Any, count: int) -> List[tuple]:
-    """``(args, kwargs)`` for each unit; all leaves are tensors."""
-    if sample_kwargs is None:
-        sample_kwargs = ({},) * count
-    for name, given in (("sample_args", sample_args), ("sample_kwargs", sample_kwargs)):
-        if len(given) != count:
-            raise ValueError(f"{name} has {len(given)} entries, but {count} are needed.")
-    samples = []
-    for args, kwargs in zip(sample_args, sample_kwargs):
-        args = args if isinstance(args, tuple) else (args,)
-        for leaf in tree_flatten((args, kwargs))[0]:
-            if not isinstance(leaf, torch.Tensor):
-                raise TypeError(
-                    f"Sample arguments must be tensors, but there is a {type(leaf).__name__}. Bind"
-                    " other values to the module before making a graph of it."
-                )
-        samples.append((args, dict(kwargs)))
-    return samples
-
-
-def _check_hooks(given: Optional[List[Optional[dict]]], count: int) -> list:
-    """Capture-time hooks for each callable."""
-    given = [None] * count if given is None else given
-    if len(given) != count:
-        raise ValueError(f"capture_time_hooks has {len(given)} entries for {count} callables.")
-    return [capture_hooks(hooks) for hooks in given]
-
-
-def _check_torch_autocast() -> None:
-    if torch.is_autocast_enabled() and torch.is_autocast_cache_enabled():
-        raise RuntimeError(
-            "make_graphed_callables inside of torch.autocast needs cache_enabled=False: a graph"
-            " must make its casts of the weights itself."
-        )
 
 
 def _need_cuda() -> None:

@@ -162,7 +162,7 @@ def register(module: torch.nn.Module) -> None:
 
 def state_of(module: torch.nn.Module, rule: Union[str, UpdateRule]) -> DelayedScalingState:
     """The state of `module` for an update rule: made, moved or resized if need be."""
-    length = _rows_of(rule)
+    length = rows_of(rule)
     if torch.compiler.is_compiling():
         # Before the trace looks at the attribute, so that the graph is bound to a state that
         # exists.
@@ -185,7 +185,7 @@ def state_of(module: torch.nn.Module, rule: Union[str, UpdateRule]) -> DelayedSc
     return state
 
 
-def _rows_of(rule: Union[str, UpdateRule]) -> int:
+def rows_of(rule: Union[str, UpdateRule]) -> int:
     """Rows of the amax history under `rule`."""
     return int(rule.partition(",")[0]) if isinstance(rule, str) else rule.length
 
@@ -378,7 +378,7 @@ def rewound(state: DelayedScalingState, then: Remembered):
     """
     names = "fwd_scale", "fwd_history", "pending", "backward_pending", "rule"
     now = [getattr(state, name) for name in names]
-    rows = _rows_of(REGION.rule) if REGION.rule else now[1].shape[0]
+    rows = rows_of(REGION.rule) if REGION.rule else now[1].shape[0]
     with ordinary_tensors():
         state.fwd_history = now[1].new_zeros(rows, now[1].shape[1])
         state.fwd_scale = torch.ones_like(now[0]) if then.scale is None else then.scale

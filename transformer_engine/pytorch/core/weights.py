@@ -92,12 +92,29 @@ def rewritten_weight(
     """
     made = made_weight_quant(quant, weight.shape[0], weight.shape[1], weight.device)
     entry = cache.get(key)
-    if is_python(made) or entry is None or not usable(entry, made, columnwise):
-        return quantized_weight(cache, key, weight, quant, scale, slot, False, columnwise)
+    if is_python(made):
+        return quantized_weight(cache, key, weight, quant, scale, slot, None, columnwise)
+    if entry is None or not usable(entry, made, columnwise):
+        _refuse_capture(weight)
+        fresh = quantized_weight(cache, key, weight, quant, scale, slot, True, columnwise)
+        return WeightOperand(weight, fresh.buffers, made, fresh.amax, in_place=True)
     buffers = entry.operand_buffers()
     with torch.no_grad():
         amax = _rewrite(buffers, weight.detach(), made, scale, slot, keep)
     return WeightOperand(weight, buffers, made, amax, in_place=True)
+
+
+def _refuse_capture(weight: Tensor) -> None:
+    """An entry that a CUDA graph makes is made again at each replay, whatever the flag says."""
+    if torch.compiler.is_compiling() or not weight.is_cuda:
+        return
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"The quantized weight of shape {tuple(weight.shape)} is captured in a CUDA graph under"
+            " the flag of set_skip_fp8_weight_update_tensor, but it is not in the module's cache,"
+            " or not in this format. Run the module once, with the same recipe and with gradients,"
+            " before the capture."
+        )
 
 
 def _rewrite(old: Quantized, weight: Tensor, quant: str, scale, slot: int, keep: Tensor) -> Tensor:

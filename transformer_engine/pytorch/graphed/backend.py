@@ -57,10 +57,11 @@ class CudaGraphs:
     def same_random_numbers(self) -> Iterator[None]:
         """Give the random number streams back as they were."""
         named = {name: state.get_state() for name, state in get_all_rng_states().items()}
-        default = torch.cuda.get_rng_state()
+        default, host = torch.cuda.get_rng_state(), torch.get_rng_state()
         try:
             yield
         finally:
+            torch.set_rng_state(host)
             torch.cuda.set_rng_state(default)
             for name, state in get_all_rng_states().items():
                 if name in named:

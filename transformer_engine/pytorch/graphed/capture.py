@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..fp8_global_state import FP8GlobalStateManager
 from .schedule import Schedule, shared_buffers
 from .unit import Unit
+from .weight_gradients import main_grads_kept
 
 
 class Capturing:
@@ -70,6 +71,10 @@ def warm_up(
             unit.visited = known.visited
             continue
         first.append(unit)
+        if unit.options.caching:
+            unit.fill_caches()  # what follows rewrites them, as the graph will
+            if iterations == 0:
+                unit.fill_caches()
         for _ in range(iterations):
             unit.warm_up()
     if after is not None:
@@ -92,7 +97,7 @@ def unchanged(
     """Whatever runs inside leaves scales, histories, gradients and random numbers as they were."""
     params = [param for module in modules for param in module.parameters()]
     grads = [param.grad for param in params]
-    with backend.same_random_numbers():
+    with backend.same_random_numbers(), main_grads_kept(params):
         saved = save(modules)
         try:
             yield

@@ -3,24 +3,45 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, List, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..core.delayed_scaling import update_backward
+from .scaling import UsedState
+from .weight_gradients import mark
 
 
 class Replay(NamedTuple):
-    """One call: where it is replayed, and the states of delayed scaling that it uses.
-
-    ``states``: pairs of a state and the rule by which backward renews its scales, None if another
-    use of the region does that.
-    """
+    """One call: where it is replayed, and the states of delayed scaling that it uses."""
 
     stream: Any
     event: Any
-    states: list
+    states: List[UsedState]
+
+
+def copy_into(static: Tensor, tensor: Tensor) -> None:
+    """Give ``static`` the values of ``tensor``, which may be the same memory."""
+    if static.data_ptr() != tensor.data_ptr() or static.stride() != tensor.stride():
+        static.data.copy_(tensor)
+
+
+def check_backward(unit, number: int) -> None:
+    """Raise RuntimeError unless what call ``number`` left for its backward pass is there."""
+    name = type(unit.module).__name__
+    if unit.backward_graph is None:
+        raise RuntimeError(
+            f"The CUDA graph of {name} has no backward pass (or was reset): nothing required a"
+            " gradient when it was captured."
+        )
+    if number != unit.replays:
+        raise RuntimeError(
+            f"Call {number} of the graphed {name} can not go back any more: call {unit.replays} has"
+            " overwritten what it kept for that. Call backward before the next call, or make a"
+            " graph for each microbatch with _order."
+        )
 
 
 class GraphedStep(torch.autograd.Function):
@@ -29,29 +50,23 @@ class GraphedStep(torch.autograd.Function):
     @staticmethod
     def forward(ctx, unit, replay: Replay, *tensors):
         for static, tensor in zip(unit.inputs, tensors):
-            if static.data_ptr() != tensor.data_ptr():
-                static.data.copy_(tensor)
+            copy_into(static, tensor)
         unit.options.backend.replay(unit.forward_graph, replay.stream, replay.event)
-        ctx.unit, ctx.replay = unit, replay
+        unit.replays += 1
+        ctx.unit, ctx.replay, ctx.number = unit, replay, unit.replays
         ctx.set_materialize_grads(False)
-        outputs = [out.detach() for out in unit.static_outputs if out is not None]
-        fixed = [
-            out
-            for out, static in zip(outputs, filter(lambda t: t is not None, unit.static_outputs))
-            if not static.requires_grad
-        ]
-        ctx.mark_non_differentiable(*fixed)
+        statics = [static for static in unit.static_outputs if static is not None]
+        outputs = [static.detach() for static in statics]
+        ctx.mark_non_differentiable(
+            *(out for out, static in zip(outputs, statics) if not static.requires_grad)
+        )
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
         unit, replay = ctx.unit, ctx.replay
-        if unit.backward_graph is None:
-            raise RuntimeError(
-                f"The CUDA graph of {type(unit.module).__name__} has no backward pass (or was"
-                " reset): nothing required a gradient when it was captured."
-            )
+        check_backward(unit, ctx.number)
         given = iter(grads)
         for out, static in zip(unit.static_outputs, unit.grad_outputs):
             grad = next(given) if out is not None else None
@@ -59,12 +74,14 @@ class GraphedStep(torch.autograd.Function):
                 continue
             if grad is None:
                 static.zero_()
-            elif grad.data_ptr() != static.data_ptr():
-                static.copy_(grad)
+            else:
+                copy_into(static, grad)
         unit.options.backend.replay(unit.backward_graph, replay.stream, replay.event)
-        for state, rule in replay.states:
-            if rule is not None:
-                update_backward(state.bwd_history, state.bwd_scale, rule)
+        unit.put_off_by = ctx.number
+        mark(unit.fused)
+        for state in replay.states:
+            if state.rule is not None:
+                update_backward(state.history, state.scale, state.rule)
         made = iter(
             None if grad is None else grad.clone() if owned else grad.detach()
             for grad, owned in zip(unit.grad_inputs, unit.owned)

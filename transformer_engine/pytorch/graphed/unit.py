@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator, List, Optional
@@ -11,9 +12,19 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..core.delayed_scaling import enter_backward
+from ..dynamo.capability import leave_graph
 from ..fp8_global_state import FP8GlobalStateManager
-from .step import GraphedStep, Replay
+from .given import Place, check_places, given_tensors, places
+from .scaling import CapturedState, captured_states, used_states
+from .step import GraphedStep, Replay, check_backward
+from .weight_gradients import (
+    backward_dw,
+    call_hooks_of,
+    fused,
+    mark,
+    may_lack_gradients,
+    puts_off,
+)
 
 _FLAG = "is_first_microbatch"
 
@@ -36,6 +47,7 @@ class Options:
 class Unit:  # pylint: disable=too-many-instance-attributes
     """A callable and the static tensors of one of its calls.
 
+    ``training``: the mode in which it is replayed; in the other one the original forward runs.
     ``visited``: modules of ours that it runs; ``closed``: the graphs were freed.
     """
 
@@ -44,20 +56,32 @@ class Unit:  # pylint: disable=too-many-instance-attributes
     ) -> None:
         self.module, self.args, self.kwargs = module, args, kwargs
         self.options, self.hooks = options, hooks
-        self.original, self.training = module.forward, module.training
+        self.original = module.forward
+        self.training: Optional[bool] = module.training
         self.inputs: List[Tensor] = tree_flatten((args, kwargs))[0]
         self.params = [param for param in module.parameters() if param.requires_grad]
         self.visited: List[torch.nn.Module] = []
+        self.closed = False
+        self.replays = 0  # of the forward graph
+        self.put_off_by = 0  # the replay whose backward left weight gradients to `backward_dw`
+        self._forget()
+
+    def _forget(self) -> None:
+        """No graphs, and nothing that they read or write."""
+        self.forward_graph = self.backward_graph = self.weight_graph = None
         self.outputs: List[Any] = []  # with their autograd graph, as they were last computed
         self.static_outputs: List[Any] = []
         self.output_tree: Any = None
         self.grad_outputs: List[Optional[Tensor]] = []
         self.grad_inputs: List[Optional[Tensor]] = []
         self.owned: List[bool] = []  # per input: the caller gets a gradient of its own
-        self.forward_graph = self.backward_graph = self.weight_graph = None
         self.weight_grads: list = []
+        self.fused: List[Tensor] = []  # parameters that the backward graph adds to main_grad
+        self.put_off_fused: List[Tensor] = []  # that the graph of `backward_dw` does
+        self.states: List[CapturedState] = []
+        self.places: List[Place] = []
+        self.flag: Optional[Tensor] = None  # whether to keep cached weights
         self.kept: list = []  # what graphs point to
-        self.closed = False
 
     # --- running and capturing -------------------------------------------------------------------
 
@@ -65,6 +89,7 @@ class Unit:  # pylint: disable=too-many-instance-attributes
         """Run the callable on its static inputs; returns its tensors."""
         with self.options.enter():
             result = self.original(*self.args, **self.kwargs)
+            self.states = captured_states(self.visited)
         self.outputs, self.output_tree = tree_flatten(result)
         return [out if isinstance(out, Tensor) else None for out in self.outputs]
 
@@ -86,15 +111,8 @@ class Unit:  # pylint: disable=too-many-instance-attributes
                 grads,
                 retain_graph=self.options.retain_graph,
                 only_inputs=True,
-                allow_unused=self._may_lack_gradients(),
+                allow_unused=self.options.allow_unused or may_lack_gradients(self.visited),
             )
-        )
-
-    def _may_lack_gradients(self) -> bool:
-        """Whether a parameter may end up without a gradient from autograd."""
-        return self.options.allow_unused or any(
-            getattr(module, "fuse_wgrad_accumulation", False) or _puts_off(module)
-            for module in self.visited
         )
 
     def has_backward(self) -> bool:
@@ -115,7 +133,12 @@ class Unit:  # pylint: disable=too-many-instance-attributes
         if self.has_backward():
             self.make_grad_outputs()
             self.hooks.around_backward(self.module, self.run_backward)
-            self._compute_weight_gradients()
+            backward_dw(self.visited, call_hooks=False)
+
+    def fill_caches(self) -> None:
+        """A forward pass that makes the cached weights, which graphs only rewrite."""
+        with self._watching():
+            self.run_forward()
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -144,33 +167,32 @@ class Unit:  # pylint: disable=too-many-instance-attributes
                 self.module, lambda: self.options.backend.capture(self.run_forward, pool)
             )
         self.kept = [dict(module._fp8_workspaces) for module in self.visited]
+        self.flag = FP8GlobalStateManager.get_skip_fp8_weight_update_tensor()
+        self.places = places(self.params, self.visited)
 
     def capture_backward(self, pool: Any) -> None:
         """Capture the backward pass, and the weight gradients that it puts off."""
         if not self.has_backward():
             return
         self.make_grad_outputs()
-        self.backward_graph, self.grad_inputs = self.hooks.around_backward(
-            self.module, lambda: self.options.backend.capture(self.run_backward, pool)
-        )
+        with fused(self.params) as self.fused:
+            self.backward_graph, self.grad_inputs = self.hooks.around_backward(
+                self.module, lambda: self.options.backend.capture(self.run_backward, pool)
+            )
         self.owned = [False] * (len(self.trained()) - len(self.params)) + [
             self.options.clone_param_grads and not getattr(param, "skip_backward_post_hook", False)
             for param in self.params
         ]
-        if any(map(_puts_off, self.visited)):
-            self.weight_graph, self.weight_grads = self.options.backend.capture(
-                self._run_weight_gradients, pool
-            )
-
-    def _compute_weight_gradients(self) -> None:
-        """What modules put off; by the method of the class, as the graphed module has another."""
-        for module in filter(_puts_off, self.visited):
-            type(module).backward_dw(module)
+        if any(map(puts_off, self.visited)):
+            with fused(self.params) as self.put_off_fused:
+                self.weight_graph, self.weight_grads = self.options.backend.capture(
+                    self._run_weight_gradients, pool
+                )
 
     def _run_weight_gradients(self) -> List[Optional[Tensor]]:
         """``backward_dw`` of the modules that put gradients off; what ``.grad`` becomes."""
         before = [param.grad for param in self.params]
-        self._compute_weight_gradients()
+        backward_dw(self.visited, call_hooks=False)
         made = [
             None if param.grad is old else param.grad for param, old in zip(self.params, before)
         ]
@@ -187,14 +209,29 @@ class Unit:  # pylint: disable=too-many-instance-attributes
                 f"The CUDA graph of {type(self.module).__name__} was reset and can not be replayed."
                 " Make a new one with make_graphed_callables."
             )
-        if self.module.training != self.training:
-            return self.original(*args, **kwargs)
         stream = kwargs.pop("cuda_graph_stream", None)
         event = kwargs.pop("cuda_graph_event", None)
+        if self.module.training != self.training:
+            return self.original(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            reason = "a callable of make_graphed_callables replays a CUDA graph of its own."
+            return leave_graph(reason, self._replay, stream, event, args, kwargs)
+        return self._replay(stream, event, args, kwargs)
+
+    def _replay(self, stream: Any, event: Any, args: tuple, kwargs: dict):
+        if self.options.caching and not isinstance(kwargs.get(_FLAG), bool):
+            raise ValueError(
+                f"Callables made with cache_quantized_params=True must be called with the keyword"
+                f" {_FLAG}=True or False, not {kwargs.get(_FLAG)!r}."
+            )
+        inputs = given_tensors(self, args, kwargs)
+        check_places(self)
+        trained = self.backward_graph is not None and torch.is_grad_enabled()
+        replay = Replay(stream, event, used_states(self.states, trained))
         if self.options.caching:
-            self._decide_caching(kwargs)
-        inputs = self._flattened(args, kwargs)
-        replay = Replay(stream, event, self._used_states())
+            # The one that the graph reads, also if another one was made since.
+            FP8GlobalStateManager.quantization_state.skip_fp8_weight_update_tensor = self.flag
+            FP8GlobalStateManager.set_skip_fp8_weight_update_tensor(not kwargs[_FLAG])
         outputs = iter(GraphedStep.apply(self, replay, *inputs, *self.params))
         whole = [next(outputs) if isinstance(out, Tensor) else out for out in self.static_leaves()]
         return tree_unflatten(whole, self.output_tree)
@@ -206,80 +243,50 @@ class Unit:  # pylint: disable=too-many-instance-attributes
             for static, out in zip(self.static_outputs, self.outputs)
         ]
 
-    @staticmethod
-    def _decide_caching(kwargs: dict) -> None:
-        """Tell the device whether this replay writes the cached weights anew."""
-        first = kwargs.get(_FLAG)
-        if not isinstance(first, bool):
-            raise ValueError(
-                f"Callables made with cache_quantized_params=True must be called with the keyword"
-                f" {_FLAG}=True or False, not {first!r}."
-            )
-        FP8GlobalStateManager.set_skip_fp8_weight_update_tensor(not first)
-
-    def _flattened(self, args: tuple, kwargs: dict) -> List[Tensor]:
-        """The tensors of a call, in the order of the static ones."""
-        missing = [key for key in self.kwargs if key not in kwargs]
-        if missing:
-            raise TypeError(
-                f"The graphed {type(self.module).__name__} was captured with the keyword arguments"
-                f" {', '.join(self.kwargs)}; {', '.join(missing)} must be given too."
-            )
-        given = tree_flatten((args, {key: kwargs[key] for key in self.kwargs}))[0]
-        if len(given) != len(self.inputs):
-            raise TypeError(
-                f"The graphed {type(self.module).__name__} was captured with {len(self.inputs)}"
-                f" tensors as input, but is called with {len(given)}."
-            )
-        for i, (static, tensor) in enumerate(zip(self.inputs, given)):
-            if not isinstance(tensor, Tensor) or tensor.shape != static.shape:
-                found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise ValueError(
-                    f"Input {i} of the graphed {type(self.module).__name__} must be a tensor of"
-                    f" shape {tuple(static.shape)}, as captured, not {found}. A graph has one"
-                    " shape; capture another graph for another one."
-                )
-        return given
-
-    def _used_states(self) -> list:
-        """Mark the states of delayed scaling as used in the region of this call, as modules do."""
-        used = []
-        for module in self.visited:
-            captured = getattr(module, "_delayed_scaling", None)
-            if captured is None or not FP8GlobalStateManager.is_fp8_enabled():
-                continue
-            history = captured.fwd_history
-            _, state = module._precision()
-            if state is not None and state.fwd_history is not history:
-                raise RuntimeError(
-                    f"The amax history of {type(module).__name__} '{module.name}' has another"
-                    " length than when its CUDA graph was captured. Use the recipe of the capture."
-                )
-            if state is not None:
-                trained = self.backward_graph is not None and torch.is_grad_enabled()
-                used.append((state, enter_backward(state) if trained else None))
-        return used
-
     def backward_dw(self) -> None:
         """Replay the weight gradients that the last backward put off."""
+        if self.module.training != self.training:  # nor did its forward pass replay a graph
+            backward_dw(self.visited, call_hooks=True)
+            return
         if self.weight_graph is None:
             return
+        if self.put_off_by == 0:
+            raise RuntimeError(
+                "No weight gradient is waiting: backward_dw() was called more often than backward."
+            )
+        check_backward(self, self.put_off_by)
+        self.put_off_by = 0
         self.options.backend.replay(self.weight_graph)
+        mark(self.put_off_fused)
         for param, made in zip(self.params, self.weight_grads):
             if made is not None:
                 param.grad = made.clone() if self.options.clone_param_grads else made
+        call_hooks_of(self.visited)
 
     def reset(self) -> None:
         """Free the graphs; calls raise from now on."""
         for graph in (self.forward_graph, self.backward_graph, self.weight_graph):
             if graph is not None:
                 graph.reset()
-        self.forward_graph = self.backward_graph = self.weight_graph = None
-        self.outputs, self.static_outputs, self.kept = [], [], []
-        self.grad_outputs, self.grad_inputs, self.weight_grads = [], [], []
+        self._forget()
         self.closed = True
 
+    # --- copies ----------------------------------------------------------------------------------
 
-def _puts_off(module) -> bool:
-    """Whether a module leaves weight gradients to ``backward_dw``."""
-    return hasattr(module, "need_backward_dw") and module.need_backward_dw()
+    def __deepcopy__(self, memo: dict) -> Unit:
+        # A graph is about the parameters of one module: the copy of that runs in eager.
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(self.__dict__)
+        twin._forget()
+        twin.training, twin.closed = None, False
+        twin.args, twin.kwargs, twin.inputs = (), {}, []
+        for name in ("module", "original", "visited", "params"):
+            setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
+        return twin
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError(
+            f"The graphed {type(self.module).__name__} can not be pickled, since CUDA graphs can"
+            " not. Save its state_dict() and load that into a new module."
+        )

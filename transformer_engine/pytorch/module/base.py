@@ -22,7 +22,6 @@ from ..core.primary_weights import primary_buffers, stand_in
 from ..core.update_rule import PYTHON_RULE_IN_GRAPH
 from ..core.weights import (
     WeightOperand,
-    in_place,
     made_weights,
     quantized_for_one_pass,
     quantized_weight,
@@ -306,16 +305,23 @@ class TransformerEngineBaseModule(
 
     def _precision(self) -> tuple[str, Optional[delayed_scaling.DelayedScalingState]]:
         """The recipe part of the configuration, and the state if delayed scaling is part of it."""
-        state = FP8GlobalStateManager.quantization_state
-        spec, rule = state.spec, delayed_scaling.REGION.rule
-        if state.kind == "custom":
-            rule = custom_update_rule(self._custom_key, spec)
-            spec = custom_module_spec(self._custom_key, spec)
+        spec, rule = self._recipe_and_rule()
         if rule == "":
             return spec, None
         scaling = delayed_scaling.state_of(self, rule)
         delayed_scaling.enter(scaling, rule)
         return spec, scaling
+
+    def _recipe_and_rule(self) -> tuple:
+        """The recipe part of the configuration, and the update rule of delayed scaling ("" without
+        it).
+        """
+        state = FP8GlobalStateManager.quantization_state
+        spec, rule = state.spec, delayed_scaling.REGION.rule
+        if state.kind == "custom":
+            rule = custom_update_rule(self._custom_key, spec)
+            spec = custom_module_spec(self._custom_key, spec)
+        return spec, rule
 
     def _begin_eager(self) -> None:
         """Bookkeeping that a trace must not record.
@@ -453,12 +459,14 @@ class TransformerEngineBaseModule(
             tensors = (*tensors, *weight.buffers)
         fused, main_grads, store = None, (), None
         if need and self.fuse_wgrad_accumulation and not exporting:
+            if FP8GlobalStateManager.weight_update_flag() is not None:
+                is_first_microbatch = None  # only the device knows: main_grad is always added to
             fused, main_grads = plan_fused(
                 self,
                 self.weight_parameters(),
                 OPS[self.op_name].weight_positions,
                 call.x.dtype,
-                is_first_microbatch and not in_place(weights),
+                is_first_microbatch,
             )
             if main_grads:
                 config += f";dw={str(main_grads[0].dtype)[6:]}"

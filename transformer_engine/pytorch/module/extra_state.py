@@ -152,10 +152,13 @@ def _install(module, name: str, tensors: dict[str, Tensor]) -> None:
             " starts with scales of one."
         )
     device = module.delayed_device() or torch.device("cpu")
+    length, scaling = tensors["fwd_history"].shape[0], module._delayed_scaling
     with delayed_scaling.ordinary_tensors():
-        scaling = delayed_scaling.DelayedScalingState(
-            *slots, tensors["fwd_history"].shape[0], device
-        )
+        # In place where it fits: graphs know the tensors.
+        if scaling is None or scaling.fwd_history.shape[0] != length:
+            scaling = delayed_scaling.DelayedScalingState(*slots, length, device)
+        scaling.move(device)
+        scaling.made_in = ""
         for field in FIELDS:
             getattr(scaling, field).copy_(tensors[field])
     module._delayed_scaling = scaling
