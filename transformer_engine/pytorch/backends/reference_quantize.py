@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..formats import fp8
 from ..formats.blockwise import dequantize_block, quantize_block
-from ..formats.layout import Quantized
+from ..formats.layout import Quantized, ScaleAndHistory
 from ..formats.mxfp8 import dequantize_mxfp8, quantize_mxfp8
 from ..formats.nvfp4 import dequantize_nvfp4, quantize_nvfp4
 from ..formats.spec import QuantSpec, decode_quant
@@ -66,6 +66,10 @@ def quantize_values(
         used_scale = fp8.scale_from_amax(amax, spec.fmt, spec.pow2, spec.eps)
     else:
         slot = slot or 0
+        if isinstance(scale, ScaleAndHistory):
+            cell, scale = scale.cell(slot), scale.scale
+            torch.fmax(cell, amax, out=cell)
+            amax = None
         used_scale = scale[slot : slot + 1]
     row = col = None
     if rowwise or columnwise:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..backends.recording import THREAD, Allocation, Launch, Zeros
 from ..backends.registry import forced_backends
+from ..formats.layout import ScaleAndHistory
 from . import ops
 
 _MOST = 512  # plans that are kept
@@ -171,7 +172,10 @@ class _Recording:
     def _inlined(self, steps: list, args: tuple, results) -> bool:
         """Write the steps of a leaf op; False, and nothing written, if they are not all of it."""
         names, lines, used = dict(self.names), len(self.lines), len(self.used)
-        known = [arg for arg in args if isinstance(arg, Tensor)]
+        known = []
+        for arg in args:
+            known += arg if isinstance(arg, ScaleAndHistory) else (arg,)
+        known = [arg for arg in known if isinstance(arg, Tensor)]
         try:
             for step in steps:
                 if isinstance(step, Allocation):
@@ -241,6 +245,9 @@ class _Recording:
         if isinstance(value, Tensor):
             used.append(self._name(value))
             return used[-1]
+        if isinstance(value, ScaleAndHistory):
+            given = [self._argument(item, used) for item in value]
+            return f"{self._constant(ScaleAndHistory)}({', '.join(given)})"
         if isinstance(value, list):
             return f"[{', '.join(self._argument(item, used) for item in value)}]"
         return self._constant(value)

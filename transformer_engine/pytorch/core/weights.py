@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..backends.registry import capability_of
 from ..environment import constant_in_graphs, layout_flags
-from ..formats.layout import NOTHING, Quantized, produced_spec
+from ..formats.layout import NOTHING, Quantized, ScaleAndHistory, produced_spec
 from ..formats.spec import decode_quant
 from ..quantized_tensor import QuantizedTensorStorage
 from ..tensor import hybrid_storage, storage_from_quantized
@@ -247,10 +247,14 @@ def _leaf(x: Tensor, quant: str, scale, slot: int, rowwise: bool, columnwise: bo
     how = (quant, slot, rowwise, columnwise)
     if through_dispatcher():
         return _quantized(kernels(), *how, x, scale)
-    return Quantized(*run_planned(_quantized, how, how, (x, scale)))
+    scale = scale if isinstance(scale, ScaleAndHistory) else (scale,)
+    return Quantized(*run_planned(_quantized, how, how, (x, *scale)))
 
 
-def _quantized(k, quant: str, slot: int, rowwise: bool, columnwise: bool, x: Tensor, scale):
+def _quantized(
+    k, quant: str, slot: int, rowwise: bool, columnwise: bool, x: Tensor, scale, history=None
+):
+    scale = scale if history is None else ScaleAndHistory(scale, history)
     return quantized_leaf(k, x, quant, scale, slot, rowwise, columnwise)
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -13,6 +13,7 @@ from ..core.delayed_scaling import record_backward, update_backward
 from ..core.ops import is_plain, kernels, outside_autocast, through_dispatcher
 from ..core.plans import run_planned
 from ..core.wgrad import accumulate_fused, dummy_gradient
+from ..formats.layout import ScaleAndHistory
 from ..torch_version import is_exporting
 from .custom_op import OPS, materialized, save_plan, saved_tensors, unchecked_slots
 
@@ -27,11 +28,22 @@ class ModuleFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, name, config, want, bwd_scale, bwd_history, slots, rule, fused, store, *tensors
+        ctx,
+        name,
+        config,
+        want,
+        fwd_history,
+        bwd_scale,
+        bwd_history,
+        slots,
+        rule,
+        fused,
+        store,
+        *tensors,
     ):
         op = OPS[name]
         tensors, main_grads = tensors[: len(op.inputs)], tensors[len(op.inputs) :]
-        outputs = _run(op.forward_op, op.forward, config, tensors)
+        outputs = _run(op.forward_op, op.forward, config, tensors, fwd_history)
         ctx.set_materialize_grads(False)
         saved = saved_tensors(save_plan(name, config), tensors, outputs)
         ctx.held = ()
@@ -44,6 +56,7 @@ class ModuleFunction(torch.autograd.Function):
         ctx.name, ctx.config = name, config
         ctx.bwd_scale, ctx.bwd_history = bwd_scale, bwd_history
         ctx.slots, ctx.rule = slots, rule
+        ctx.folds = fwd_history is not None
         # Plain attributes as well: other backwards add to the same destinations.
         ctx.fused, ctx.main_grads, ctx.store = fused, main_grads, store
         # Compiled code always hands over a gradient, so the description of y is not needed there.
@@ -71,7 +84,8 @@ def _backward(ctx, *grads):
             saved[i] = tensor
     arguments = (*grads, *saved, *scale)
     if ctx.store is None:
-        results = _run(op.backward_op, op.backward, ctx.config, arguments)
+        history = ctx.bwd_history if ctx.folds else None
+        results = _run(op.backward_op, op.backward, ctx.config, arguments, history)
     else:
         results = _put_off(ctx.store, op, ctx.config, arguments, ctx.fused, ctx.output[2])
     if ctx.fused is not None and ctx.store is None:
@@ -82,7 +96,7 @@ def _backward(ctx, *grads):
         if ctx.rule is not None:
             update_backward(ctx.bwd_history, ctx.bwd_scale, ctx.rule)
     grads = [None if i is None else results[i] for i in op.gradient_index]
-    return (*(None,) * 9, *grads, *(None,) * len(ctx.main_grads))
+    return (*(None,) * 10, *grads, *(None,) * len(ctx.main_grads))
 
 
 def _put_off(store, op, config: str, arguments, fused, device):
@@ -111,11 +125,24 @@ def _visible(op, outputs, want_norm_output: bool):
     return (outputs[0], outputs[1] if want_norm_output else None, *amaxes)
 
 
-def _run(registered, function, config: str, tensors):
-    """One reading of a module function: the registered op where the dispatcher is watched."""
+def _run(registered, function, config: str, tensors, history=None):
+    """One reading of a module function: the registered op where the dispatcher is watched.
+
+    A ``history`` (fp32 [L, n]) belongs to the scales, the last of ``tensors``: its first row gets
+    the amaxes, unless they are returned.
+    """
     if through_dispatcher() or not is_plain(tensors[0]) or tensors[0].is_meta:
         return registered(*tensors, config)
-    return outside_autocast(run_planned, function, config, (decode_config(config),), tensors)
+    cfg = decode_config(config)
+    if history is None or type(function) is not FunctionType:  # a stranger's that takes notes
+        return outside_autocast(run_planned, function, config, (cfg,), tensors)
+    how = (function, config), (function, cfg)
+    return outside_autocast(run_planned, _folding, *how, (*tensors, history))
+
+
+def _folding(k, function, cfg, *tensors):
+    *rest, scale, history = tensors
+    return function(k, cfg, *rest, ScaleAndHistory(scale, history))
 
 
 def _refuse_transforms(config: str) -> None:
@@ -138,6 +165,7 @@ def run_module_op(
     *,
     train: bool,
     want: bool = False,
+    fwd_history=None,
     fused=None,
     main_grads=(),
     store=None,
@@ -146,7 +174,8 @@ def run_module_op(
 
     ``bwd_state`` is ``(scale, history, slots, rule)`` of delayed scaling's backward direction, with
     ``rule`` None except for the first use in a region, or Nones. ``train``: some gradient is
-    wanted; ``want``: return the norm output. ``fused`` says how weight gradients are added to
+    wanted; ``want``: return the norm output. ``fwd_history``: eager calls fold amaxes into it, and
+    into the backward one, and return none. ``fused`` says how weight gradients are added to
     ``main_grads``; ``store`` takes the operands of weight gradients that are put off. Returns
     ``(y[, ln_out], *amaxes)``; an amax is None unless delayed scaling records it.
     """
@@ -154,10 +183,10 @@ def run_module_op(
     # a Function (strict), or trace what it saves.
     if train and not is_exporting():
         return ModuleFunction.apply(
-            name, config, want, *bwd_state, fused, store, *tensors, *main_grads
+            name, config, want, fwd_history, *bwd_state, fused, store, *tensors, *main_grads
         )
     # Otherwise nothing needs a gradient: no autograd node, nothing kept.
     if not torch.compiler.is_compiling():
         _refuse_transforms(config)
     op = OPS[name]
-    return _visible(op, _run(op.forward_op, op.forward, config, tensors), want)
+    return _visible(op, _run(op.forward_op, op.forward, config, tensors, fwd_history), want)

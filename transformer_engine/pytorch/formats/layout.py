@@ -54,6 +54,21 @@ class Quantized(NamedTuple):
     col_amax: Optional[Tensor]
 
 
+class ScaleAndHistory(NamedTuple):
+    """What eager calls hand to leaf ops in place of the scales of delayed scaling.
+
+    ``scale`` fp32 [n], ``history`` fp32 [L, n]. The leaf op then folds the amax that it finds into
+    ``history[0, slot]``, which saves two launches, and returns none.
+    """
+
+    scale: Tensor
+    history: Tensor
+
+    def cell(self, slot: int) -> Tensor:
+        """Where the amax goes, a view [1]."""
+        return self.history[0, slot : slot + 1]
+
+
 NOTHING = Quantized(None, None, None, None, None, None)
 
 

@@ -36,6 +36,7 @@ from ..custom_recipe import (
 )
 from ..dynamo.custom_op import OPS
 from ..dynamo.module_function import run_module_op
+from ..formats.layout import ScaleAndHistory
 from ..offload.rules import keep_weights
 from ..quantization import FP8GlobalStateManager
 from ..quantized_tensor import QuantizedTensor
@@ -420,9 +421,20 @@ class TransformerEngineBaseModule(
             elif keep is not None:
                 operand = rewritten_weight(*common, keep, columnwise)
             else:
+                if self._folds(call):
+                    scales = ScaleAndHistory(scale, call.scaling.fwd_history)
+                    common = (*common[:4], scales, slot)
                 operand = quantized_weight(*common, is_first_microbatch, columnwise)
         keep_weights(*operand.buffers)
         return operand
+
+    def _folds(self, call: Call) -> bool:
+        """Whether leaf ops fold amaxes into the histories themselves: in eager, of one recipe."""
+        return (
+            call.scaling is not None
+            and not through_dispatcher()
+            and FP8GlobalStateManager.quantization_state.kind == "delayed"
+        )
 
     def _run(
         self,
@@ -474,7 +486,9 @@ class TransformerEngineBaseModule(
             config += ";delay=1"
             store = self._put_off(fused)
         fwd_scale = None if scaling is None else scaling.fwd_scale
+        fwd_history = scaling.fwd_history if call.spec and self._folds(call) else None
         if need and self.checkpoint:
+            fwd_history = None  # the second pass must leave it alone
             config += ";recompute=1"
             if scaling is not None:
                 # Backward reads the scale of now, which is renewed in place; Inductor would drop
@@ -487,6 +501,7 @@ class TransformerEngineBaseModule(
             (*tensors, fwd_scale),
             train=bool(need),
             want=want,
+            fwd_history=fwd_history,
             fused=fused,
             main_grads=main_grads,
             store=store,

@@ -30,6 +30,7 @@ from .common import (
     padded_partials,
     quantization_buffers,
     runs_on_its_device,
+    split_scale,
     tile_count,
 )
 from .reduce import sum_partials
@@ -122,12 +123,13 @@ def activation_forward(
         quantized = _quantize_with_block_scales(source, launch, y, spec, rowwise, columnwise)
         return y, *quantized[0]
     out, partials = NOTHING, None
+    scale, cell = split_scale(scale, slot)
     if spec is not None:
         delayed = spec.kind == "delayed"
-        out = quantization_buffers(x, spec, rows, width, rowwise, columnwise, zero_amax=delayed)
+        out = quantization_buffers(x, spec, rows, width, rowwise, columnwise, delayed, cell)
         partials = None if delayed else _partial_amaxes(activation_amax_kernel, (x,), launch)
     _launch_forward(x, launch, y, out, spec, scale, slot, partials)
-    return y, *out
+    return y, *(out if cell is None else out._replace(amax=None))
 
 
 @runs_on_its_device
@@ -162,13 +164,14 @@ def activation_backward(
         )
         return dx, *out, dbias
     out, partials = NOTHING, None
+    scale, cell = split_scale(scale, slot)
     if spec is not None:
         delayed = spec.kind == "delayed"
-        out = quantization_buffers(x, spec, *x.shape, rowwise, columnwise, zero_amax=delayed)
+        out = quantization_buffers(x, spec, *x.shape, rowwise, columnwise, delayed, cell)
         if not delayed:
             partials = _partial_amaxes(activation_slope_amax_kernel, (dy, x), launch)
     dbias = _launch_backward(dy, x, launch, dx, out, spec, scale, slot, partials, want_bias_grad)
-    return dx, *out, dbias
+    return dx, *(out if cell is None else out._replace(amax=None)), dbias
 
 
 def _launch_forward(

@@ -118,7 +118,7 @@ def activation_slope_amax_kernel(
 
 
 @launched
-@triton.jit(do_not_specialize=["slot", "n_partials", "M"])
+@triton.jit(do_not_specialize=["slot", "n_partials", "M"], do_not_specialize_on_alignment=["amax"])
 def activation_forward_kernel(
     x,
     y,
@@ -179,7 +179,7 @@ def activation_forward_kernel(
 
 
 @launched
-@triton.jit(do_not_specialize=["slot", "n_partials", "M"])
+@triton.jit(do_not_specialize=["slot", "n_partials", "M"], do_not_specialize_on_alignment=["amax"])
 def activation_backward_kernel(
     dy,
     x,

@@ -34,6 +34,8 @@ from .common import (
     quantization_scale,
     reduce_partials,
     runs_on_its_device,
+    split_scale,
+    store_amax,
     tile_count,
 )
 from .launch import launched
@@ -48,7 +50,7 @@ from .tiles import (
 
 
 @launched
-@triton.jit(do_not_specialize=["slot", "n_partials", "M"])
+@triton.jit(do_not_specialize=["slot", "n_partials", "M"], do_not_specialize_on_alignment=["amax"])
 def cast_kernel(
     x,
     row,
@@ -87,7 +89,7 @@ def cast_kernel(
 
 
 @launched
-@triton.jit(do_not_specialize=["n_partials", "M"])
+@triton.jit(do_not_specialize=["n_partials", "M"], do_not_specialize_on_alignment=["amax"])
 def transpose_bytes_kernel(
     row,
     col,
@@ -96,6 +98,7 @@ def transpose_bytes_kernel(
     amax,
     M,
     N,
+    FOLD: tl.constexpr,
     BP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -103,7 +106,7 @@ def transpose_bytes_kernel(
     """col[N, Mp] = transpose of row[M, N], zero padded; amax[0] = maximum of the partials."""
     pid = tl.program_id(0)
     if pid == 0:
-        tl.store(amax, reduce_partials(partials, n_partials, BP))
+        store_amax(amax, reduce_partials(partials, n_partials, BP), FOLD)
     quads, rn = tile_rows_and_columns(pid, N, BM // 4, BN)
     q = [load_tile(row, rm, rn, N, M, N) for rm in rows_of_quads(quads)]
     store_words(pack_bytes(q), col, quads, rn, M, N)
@@ -151,12 +154,17 @@ def launch_cast(
     )
 
 
-def launch_transpose(row: Tensor, col: Optional[Tensor], partials: Tensor, amax: Tensor) -> None:
-    """col = byte transpose of row, if there is a col; amax = maximum of the partials."""
+def launch_transpose(
+    row: Tensor, col: Optional[Tensor], partials: Tensor, amax: Tensor, fold: bool
+) -> None:
+    """col = byte transpose of row, if there is a col; amax = maximum of the partials.
+
+    ``fold``: and of itself.
+    """
     n_partials = partials.numel()
     block_p = padded_partials(n_partials)
     if col is None:
-        finish_amax_kernel[(1,)](partials, amax, n_partials, BP=block_p)
+        finish_amax_kernel[(1,)](partials, amax, n_partials, FOLD=fold, BP=block_p)
         return
     rows, columns = row.shape
     block_m, block_n, warps = cast_block(rows, columns)
@@ -168,6 +176,7 @@ def launch_transpose(row: Tensor, col: Optional[Tensor], partials: Tensor, amax:
         amax,
         rows,
         columns,
+        FOLD=fold,
         BP=block_p,
         BM=block_m,
         BN=block_n,
@@ -204,13 +213,14 @@ def quantize(
         partials = amax if spec.kind == "nvfp4" else None
         return quantize_source(source_of(x), spec, rowwise, columnwise, partials, rng)[0]
     delayed = spec.kind == "delayed"
-    out = quantization_buffers(x, spec, *x.shape, rowwise, columnwise, zero_amax=delayed)
+    scale, cell = split_scale(scale, slot)
+    out = quantization_buffers(x, spec, *x.shape, rowwise, columnwise, delayed, cell)
     if delayed:
         partials = None
     else:
         partials = partial_amaxes(x) if amax is None else amax
     launch_cast(x, out, spec, scale, slot, partials)
-    return out
+    return out if cell is None else out._replace(amax=None)
 
 
 @runs_on_its_device

@@ -15,6 +15,7 @@ Conventions of all kernels here:
 from __future__ import annotations
 
 import functools
+from typing import Optional
 
 import torch
 import triton
@@ -22,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from torch._C._dynamo import guards
 
-from ...formats.layout import Quantized, ceil_div, quantized_layout
+from ...formats.layout import Quantized, ScaleAndHistory, ceil_div, quantized_layout
 from ...formats.spec import QuantSpec
 from ..recording import Allocation, Zeros, note
 from .launch import launched, next_power_of_2
@@ -179,11 +180,19 @@ def quantization_scale(
     return s
 
 
+@triton.jit
+def store_amax(amax, found, FOLD: tl.constexpr):
+    """amax[0] = ``found``, or with FOLD the larger of both; of one program."""
+    if FOLD:
+        found = tl.maximum(found, tl.load(amax))
+    tl.store(amax, found)
+
+
 @launched
-@triton.jit(do_not_specialize=["n_partials"])
-def finish_amax_kernel(partials, amax, n_partials, BP: tl.constexpr):
+@triton.jit(do_not_specialize=["n_partials"], do_not_specialize_on_alignment=["amax"])
+def finish_amax_kernel(partials, amax, n_partials, FOLD: tl.constexpr, BP: tl.constexpr):
     """amax[0] = maximum of the partial maxima; one program."""
-    tl.store(amax, reduce_partials(partials, n_partials, BP))
+    store_amax(amax, reduce_partials(partials, n_partials, BP), FOLD)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -217,10 +226,27 @@ def _strides(shape: tuple) -> tuple:
     return tuple(reversed(strides))
 
 
+def split_scale(scale, slot: Optional[int]) -> tuple[Optional[Tensor], Optional[Tensor]]:
+    """The scales, and the cell of the history that gets the amax, if there is one."""
+    if isinstance(scale, ScaleAndHistory):
+        return scale.scale, scale.cell(slot)
+    return scale, None
+
+
 def quantization_buffers(
-    like: Tensor, spec: QuantSpec, rows, columns, rowwise, columnwise, zero_amax: bool = False
+    like: Tensor,
+    spec: QuantSpec,
+    rows,
+    columns,
+    rowwise,
+    columnwise,
+    zero_amax: bool = False,
+    cell: Optional[Tensor] = None,
 ) -> Quantized:
-    """Outputs of a quantization of ``[rows, columns]``; ``zero_amax`` if kernels accumulate it."""
+    """Outputs of a quantization of ``[rows, columns]``; ``zero_amax`` if kernels accumulate it.
+
+    A ``cell`` takes the place of the amax.
+    """
     shapes = _layout(spec, rows, columns, rowwise, columnwise)
     row, col, scale_inv, col_scale_inv, amax, col_amax, scale_dtype = shapes
     return Quantized(
@@ -228,7 +254,7 @@ def quantization_buffers(
         None if col is None else empty(like, col, torch.uint8),
         None if scale_inv is None else empty(like, scale_inv, scale_dtype),
         None if col_scale_inv is None else empty(like, col_scale_inv, scale_dtype),
-        None if amax is None else _amax(like, amax, zero_amax),
+        cell if cell is not None or amax is None else _amax(like, amax, zero_amax),
         None if col_amax is None else empty(like, col_amax, torch.float32),
     )
 

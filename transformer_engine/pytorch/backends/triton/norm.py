@@ -30,6 +30,7 @@ from .common import (
     padded_partials,
     quantization_buffers,
     runs_on_its_device,
+    split_scale,
     tile_count,
 )
 from .norm_kernels import (
@@ -90,9 +91,11 @@ def norm_forward(
     if not spec.per_tensor:
         out = _quantize_with_block_scales(norm, y, spec, rowwise, columnwise)
         return y, norm.mean, norm.rstd, *out
-    out = quantization_buffers(x, spec, rows, columns, rowwise, columnwise)
+    scale, cell = split_scale(scale, slot)
+    out = quantization_buffers(x, spec, rows, columns, rowwise, columnwise, False, cell)
     if y is not None:
-        partials = _launch_rows(norm, y, amax=2)
+        # A cell is accumulated by the cast itself, which can not start from what is in it otherwise.
+        partials = _launch_rows(norm, y, amax=2 if cell is None else 0)
         launch_cast(y, out, spec, scale, slot, partials)
     elif spec.kind == "current":
         partials = _launch_rows(norm, None, amax=2)
@@ -100,7 +103,9 @@ def norm_forward(
     else:
         row = empty(x, (rows, columns), torch.uint8) if out.row is None else out.row
         partials = _launch_rows(norm, None, 1, row, out.scale_inv, spec, scale, slot)
-        launch_transpose(row, out.col, partials, out.amax)
+        launch_transpose(row, out.col, partials, out.amax, cell is not None)
+    if cell is not None:
+        out = out._replace(amax=None)
     return y, norm.mean, norm.rstd, *out
 
 
