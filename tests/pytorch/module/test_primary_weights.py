@@ -534,6 +534,31 @@ def test_copies(recipe, copied, kind, device):
     assert all(map(same_bytes, twin.parameters(), module.parameters()))
 
 
+@pytest.mark.parametrize("kind", GEMM_MODULES)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_quantizers_and_parameters_by_their_names(recipe, kind, device):
+    """``_get_fp8_params`` and ``_get_quantizer``, with which optimizers quantize into a weight."""
+    module = make(kind, recipe, device)
+    found = list(weights(module).values())
+    if recipe == "custom_identity":
+        assert module._get_fp8_params() is None
+        return
+    assert [id(param) for param in module._get_fp8_params()] == [id(param) for param in found]
+    for param in found:
+        quantizer = param._get_quantizer()
+        values = random(*param.shape, device=device).to(BF16)
+        new = quantizer.make_empty(shape=param.shape, dtype=BF16, device=device)
+        quantizer.update_quantized(values, new)
+        param.data.quantize_(values)
+        assert same_bytes(new, param)
+        param.requires_grad_(False)
+    assert module._get_fp8_params() is None
+    bare = found[0].detach()
+    bare._quantizer = None
+    with pytest.raises(RuntimeError, match="has no quantizer"):
+        bare._get_quantizer()
+
+
 # --- moving and casting ---------------------------------------------------------------------------
 
 CONVERSIONS = {

@@ -108,6 +108,29 @@ def test_fused_equals_the_sum_of_the_gradients(name, recipe, device):
         assert param.grad.shape == param.shape and param.grad.dtype == param.dtype
 
 
+@pytest.mark.parametrize("recipe", ("current", "block", "mxfp8", "nvfp4"))
+@pytest.mark.parametrize("override", ("high_precision", "dequantized"))
+@pytest.mark.parametrize("name", MODULES)
+def test_fused_with_backward_in_high_precision(name, override, recipe, device):
+    """main_grad holds the fp32 products of what the override multiplies, without a rounding."""
+    made = RECIPES[recipe]()
+    made.backward_override = override
+    outputs, collected = plain_gradients(name, device, made)
+    module = build(name, device, fuse_wgrad_accumulation=True)
+    give_main_grads(module)
+    assert equal(outputs, steps(module, made))
+    once = build(name, device, fuse_wgrad_accumulation=True)
+    give_main_grads(once)
+    steps(once, made, count=1)
+    for i, (param, first) in enumerate(zip(weights(module), weights(once))):
+        # One rounding to bf16 is all that the gradient of an unfused module has more.
+        assert torch.equal(first.main_grad.bfloat16(), collected[0][i])
+        assert not torch.equal(first.main_grad, collected[0][i].float())
+        bound = 2**-8 * sum(step[i].double().abs() for step in collected)
+        found = param.main_grad.double()
+        assert ((found - sum(step[i].double() for step in collected)).abs() <= bound).all()
+
+
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_in_float32_modules_is_exact(name, dtype, device):

@@ -252,6 +252,11 @@ class TransformerEngineBaseModule(
         params = [getattr(self, name) for name in self.weight_names]
         return [[param] for param in params] if self.num_gemms > 1 else [params]
 
+    def _get_fp8_params(self) -> Optional[list]:
+        """The parameters that are quantized tensors and want a gradient; None if there are none."""
+        found = [p for p in self.parameters(recurse=False) if isinstance(p, QuantizedTensor)]
+        return [p for p in found if p.requires_grad] or None
+
     def _put_off(self, fused) -> Callable:
         """What backward hands the operands of its weight gradients to."""
 

@@ -264,14 +264,18 @@ class QuantizedTensorStorage(Copies):
         Layouts that are present stay present and keep the order of their scales; the ones that the
         quantizer asks for are added. ``noop_flag``: see ``Quantizer.update_quantized``.
         """
+        quantizer = self._get_quantizer()._keeping_layouts_of(self)
+        quantizer.update_quantized(tensor, self, noop_flag=noop_flag)
+        return self
+
+    def _get_quantizer(self) -> Any:
+        """The quantizer that this tensor is quantized with again; RuntimeError if it has none."""
         if self._quantizer is None:
             raise RuntimeError(
                 f"This {type(self).__name__} has no quantizer, so it can not be quantized again. "
                 "Attach one with update_quantizer(), or call quantizer.update_quantized()."
             )
-        quantizer = self._quantizer._keeping_layouts_of(self)
-        quantizer.update_quantized(tensor, self, noop_flag=noop_flag)
-        return self
+        return self._quantizer
 
     def update_quantizer(self, quantizer: Any) -> None:
         """Quantize with ``quantizer`` from now on; warns, because scales or formats may change."""

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import torch
 from torch import Tensor
 
-from ._dispatch import run
+from ._dispatch import flat_buffers, run
 from . import _dispatch_rules  # registers them, pylint: disable=unused-import
 from ._fsdp import ShardedTensor
 from ._pickle import deepcopied, reduced
@@ -150,6 +150,14 @@ class QuantizedTensor(ShardedTensor, torch.Tensor):
         """Values as a numpy array; without ``force`` under the same conditions as in torch."""
         return self.dequantize().numpy(force=force)
 
+    def __dlpack__(self, **options: Any) -> Any:
+        """Values as a DLPack capsule; the tensor must not require a gradient."""
+        return self.dequantize().__dlpack__(**options)
+
+    def apply_(self, function: Callable) -> "QuantizedTensor":  # pylint: disable=arguments-differ
+        """Quantize ``function(value)`` of each value as a Python number; on the CPU only."""
+        return self.copy_(self.detach().dequantize().apply_(function))
+
     @property
     def data(self) -> Tensor:
         """The same buffers, detached. Assigning a quantized tensor takes its buffers over;
@@ -172,6 +180,20 @@ class QuantizedTensor(ShardedTensor, torch.Tensor):
         self.__dict__.update(value._buffers(), **value._options(), _shape=value._shape)
 
     # --- torch -----------------------------------------------------------------------------------
+
+    # The tensor itself has no memory that could be shared: torch would crash.
+
+    def share_memory_(self) -> "QuantizedTensor":
+        """Move the buffers to shared memory, where other processes change them too; on CUDA, and
+        where they are shared already, nothing happens.
+        """
+        for buffer in flat_buffers(self):
+            buffer.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether all buffers are in shared memory; always so on CUDA."""
+        return all(buffer.is_shared() for buffer in flat_buffers(self))
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
