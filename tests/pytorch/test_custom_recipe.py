@@ -634,6 +634,38 @@ def test_requests_for_some_tensors(device):
         twins.step(an_input(device, seed=seed), CustomRecipe(factory))
 
 
+def calibrating(module, x, recipe):
+    """High precision, while the amaxes of delayed scaling are recorded."""
+    with te.autocast(enabled=False, calibrating=True, recipe=recipe):
+        return module(x)
+
+
+@pytest.mark.parametrize("kind", GEMM_MODULES)
+@pytest.mark.parametrize("requested", (("input",), ("weight",), ("input", "weight")), ids="+".join)
+def test_calibration_of_requests(requested, kind, device):
+    """Amaxes are recorded of what asks for delayed scaling, and nothing else; compiled too."""
+    answers = {"other": lambda: te.Float8CurrentScalingQuantizer(E4M3, device)}
+    recipe = CustomRecipe(
+        by_tensor(**answers, **dict.fromkeys(requested, te.DelayedScalingRequest))
+    )
+    module = make(kind, device)
+    plain, twins = copy.deepcopy(module), Twins(module, calibrating)
+    inputs = [an_input(device, seed=seed) * (seed + 1) for seed in range(2)]
+    for i, x in enumerate(inputs):
+        y = twins.forward(x, recipe).outputs[0][0]
+        assert torch.equal(y, plain(x))
+        history = module._delayed_scaling.fwd_history
+        recorded = history.max(0).values.reshape(-1, 3).tolist()
+        for name, found in zip(module.weight_names, recorded):
+            weight = getattr(module, name).abs().max().item()
+            assert found[1] == (weight if "weight" in requested else 0)
+            assert (found[0] != 0) == ("input" in requested) and found[2] == 0
+        if kind == "Linear" and "input" in requested:
+            assert recorded[0][0] == max(x.abs().max().item() for x in inputs[: i + 1])
+    twins.compare()
+    assert graphs() == 1
+
+
 def test_requests_with_functions_of_the_user(device):
     """Work in eager, and fall back to it under torch.compile, with the reason."""
 

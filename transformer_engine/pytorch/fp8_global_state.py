@@ -32,8 +32,9 @@ from .core.update_rule import rule_of
 class FP8GlobalState:
     """The state, see `FP8GlobalStateManager`.
 
-    What modules read: `fp8_enabled`; `kind`, "" without quantization, else what `kind_of` says;
-    `spec`, the recipe as a string, "" without quantization (``x=...;w=...;g=...;acc=...``, with
+    What modules read: `fp8_enabled`; `kind`, "" without quantization, else what `kind_of` says
+    ("custom_calibrating" where a custom recipe only calibrates); `spec`, the recipe as a string, ""
+    without quantization (``x=...;w=...;g=...;acc=...``, with
     ``;bwd=...`` where the recipe overrides the backward pass); `fp8_recipe`; `fp8_calibration`;
     `fp8_parameters` and `high_precision_init_val` of ``quantized_model_init``. `spec` is taken from
     the recipe when an autocast is entered.
@@ -200,6 +201,9 @@ class FP8GlobalStateManager:
             rule = rule_of(recipe, group)
         if recipe is not None and enabled:
             spec, kind = recipe._spec, kind_of(recipe)
+        elif recipe is not None and calibrating and recipe.custom():
+            # Which operands have delayed scaling, each module asks the factory.
+            spec, kind = recipe._spec, "custom_calibrating"
         cls.restore((enabled, calibrating, recipe, group, first, capturing, spec, kind, rule))
 
     @classmethod

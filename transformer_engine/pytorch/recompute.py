@@ -39,7 +39,7 @@ class ModuleCall:
         self.contexts = FP8GlobalStateManager.snapshot()
         self.scaling = None
         state = FP8GlobalStateManager.quantization_state
-        if state.kind == "custom" or delayed_scaling.REGION.rule != "":
+        if state.kind.startswith("custom") or delayed_scaling.REGION.rule != "":
             self.scaling = delayed_scaling.remember(getattr(module, "_delayed_scaling", None))
 
     @contextmanager

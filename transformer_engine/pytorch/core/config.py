@@ -124,7 +124,7 @@ class ModuleConfig:
     fast_wgrad: bool = False
     need: frozenset = frozenset()  # names of the inputs whose gradient is wanted
     want_norm_output: bool = False
-    calibrate: bool = False  # record amaxes of operands that are not quantized
+    calibrate: tuple = ()  # linear stages whose input, though not quantized, has its amax recorded
     wgrad_dtype: str = ""  # of weight gradients, if it is not that of the activations
     save_input: bool = False  # keep the input itself for wgrad and quantize it again there
     recompute: bool = False  # keep the input only, and run the stages before fc2 again in backward
@@ -178,7 +178,7 @@ def decode_config(text: str) -> ModuleConfig:
         elif key == "out":
             fields["want_norm_output"] = value == "norm"
         elif key == "cal":
-            fields["calibrate"] = value == "1"
+            fields["calibrate"] = tuple(int(gemm) for gemm in value.split(","))
         elif key == "dw":
             fields["wgrad_dtype"] = value
         elif key == "orig":
@@ -204,6 +204,12 @@ def decode_config(text: str) -> ModuleConfig:
     first = GemmConfig(**{k: operands[k] for k in "xwg" if k in operands}, override=override)
     second = {k: operands[k + "2"] for k in "xwg" if k + "2" in operands}
     return ModuleConfig(gemms=(first, replace(first, **second)), flags=flags, **fields)
+
+
+@constant_in_graphs
+def delayed_stages(spec: str, key: str) -> str:
+    """Linear stages whose operand ``key`` has delayed scaling, as ``cal`` names them."""
+    return ",".join(str(gemm) for gemm in (0, 1) if "delayed" in _gemm_text(spec, key, gemm))
 
 
 def operand_text(text: str, key: str) -> str:

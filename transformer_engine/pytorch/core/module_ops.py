@@ -49,7 +49,7 @@ _AMAX_ONLY = QuantSpec("current", "e4m3").encode()
 
 def _recorded(k, cfg, gemm: int, operand, amax):
     """The amax of a forward operand if delayed scaling will record it, also when calibrating."""
-    if cfg.calibrate:
+    if gemm in cfg.calibrate:
         return amax_only(k, operand.hp)
     return amax if _delayed(cfg.gemms[gemm].x) else None
 

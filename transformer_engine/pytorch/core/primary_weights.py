@@ -37,9 +37,11 @@ class AsWeight(torch.autograd.Function):
         return grad, None
 
 
-def stand_in(weight: QuantizedTensor, spec: str, gemm: int, dtype: torch.dtype) -> Tensor:
+def stand_in(
+    weight: QuantizedTensor, spec: str, gemm: int, dtype: torch.dtype, warn: bool
+) -> Tensor:
     """What a module op of activation dtype ``dtype`` takes as the weight of linear stage ``gemm``,
-    for its gradient.
+    for its gradient. ``warn``: say so where nothing is quantized.
     """
     needed = needed_values(spec, gemm)
     with torch.no_grad():
@@ -50,7 +52,7 @@ def stand_in(weight: QuantizedTensor, spec: str, gemm: int, dtype: torch.dtype) 
         else:
             column = columnwise_values(weight) if needed == "col" else None
             values = (weight if column is None else column).dequantize(dtype=dtype)
-    if not spec and not torch.compiler.is_compiling():
+    if warn and not spec and not torch.compiler.is_compiling():
         warnings.warn(
             "A module with quantized weights runs outside of te.autocast: it computes in high"
             " precision with the dequantized weights.",

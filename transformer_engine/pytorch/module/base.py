@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core import delayed_scaling
-from ..core.config import gemm_text
+from ..core.config import delayed_stages, gemm_text
 from ..core.module_ops import amax_only
 from ..core.ops import is_plain, kernels, through_dispatcher
 from ..core.phase import PHASE
@@ -77,6 +77,8 @@ class Call(NamedTuple):
     shape: tuple  # shape of the input as given
     spec: str  # recipe part of the configuration, "" without quantization
     scaling: Optional[delayed_scaling.DelayedScalingState]
+    # Linear stages whose input, and whose weight, is only calibrated.
+    calibrated: tuple[str, str] = ("", "")
 
 
 def resolve_device(device) -> torch.device:
@@ -239,10 +241,8 @@ class TransformerEngineBaseModule(
                 " to backward_dw(), which a graph, whose results are tensors, can not."
             )
         state = FP8GlobalStateManager.quantization_state
-        if state.kind == "custom":
+        if state.kind.startswith("custom"):
             return custom_obstacle(self._custom_key, state.spec)
-        if state.kind != "delayed":
-            return ""
         return "" if isinstance(delayed_scaling.REGION.rule, str) else PYTHON_RULE_IN_GRAPH
 
     # --- weight gradients ------------------------------------------------------------------------
@@ -306,17 +306,20 @@ class TransformerEngineBaseModule(
         lead = shape[:-1] if inp.dim() > 1 else (1,)
         if inp.dim() != 2:
             inp = inp.reshape(math.prod(lead), features)
-        spec, scaling = self._precision()
-        return Call(inp.contiguous(), lead, shape, spec, scaling)
+        return Call(inp.contiguous(), lead, shape, *self._precision())
 
-    def _precision(self) -> tuple[str, Optional[delayed_scaling.DelayedScalingState]]:
-        """The recipe part of the configuration, and the state if delayed scaling is part of it."""
+    def _precision(self) -> tuple:
+        """``spec``, ``scaling`` and ``calibrated`` of a ``Call``."""
         spec, rule = self._recipe_and_rule()
+        calibrated = ("0,1", "0,1") if spec == "" else ("", "")
+        if FP8GlobalStateManager.quantization_state.kind == "custom_calibrating":
+            calibrated = (delayed_stages(spec, "x"), delayed_stages(spec, "w"))
+            spec = ""
         if rule == "":
-            return spec, None
+            return spec, None, ("", "")
         scaling = delayed_scaling.state_of(self, rule)
         delayed_scaling.enter(scaling, rule)
-        return spec, scaling
+        return spec, scaling, calibrated
 
     def _recipe_and_rule(self) -> tuple:
         """The recipe part of the configuration, and the update rule of delayed scaling ("" without
@@ -324,7 +327,7 @@ class TransformerEngineBaseModule(
         """
         state = FP8GlobalStateManager.quantization_state
         spec, rule = state.spec, delayed_scaling.REGION.rule
-        if state.kind == "custom":
+        if state.kind.startswith("custom"):
             rule = custom_update_rule(self._custom_key, spec)
             spec = custom_module_spec(self._custom_key, spec)
         return spec, rule
@@ -393,9 +396,11 @@ class TransformerEngineBaseModule(
                 bind_all_quantizers()
             else:
                 bind_quantizers(self)
-            tensor = stand_in(weight, call.spec, gemm, call.x.dtype)
+            # As in the reference package, which says nothing for a module of two GEMMs.
+            warn = self.num_gemms == 1
+            tensor = stand_in(weight, call.spec, gemm, call.x.dtype, warn)
         if not call.spec:
-            if call.scaling is not None:  # calibrating
+            if str(gemm) in call.calibrated[1]:
                 amax = amax_only(kernels(), tensor.detach())
                 delayed_scaling.record_forward(call.scaling, [amax], [slot])
             return WeightOperand(tensor)
@@ -463,8 +468,8 @@ class TransformerEngineBaseModule(
         config = f"{static};{call.spec};need={need};out={'norm' if want else ''}"
         if call.spec:
             config += made_weights(weights, call.spec)
-        elif scaling is not None:
-            config += ";cal=1"
+        elif call.calibrated[0]:
+            config += f";cal={call.calibrated[0]}"
         bwd_state = _NO_BWD_STATE
         if scaling is not None and call.spec and (need or PHASE.backward_follows):
             rule = delayed_scaling.enter_backward(scaling)
