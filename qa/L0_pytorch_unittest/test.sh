@@ -22,8 +22,8 @@ fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export TORCHINDUCTOR_COMPILE_THREADS="${TORCHINDUCTOR_COMPILE_THREADS:-1}"
 
-# torch's compile caches do not know the Python body of an op, so code compiled from older sources could be
-# served to newer ones. The cache is therefore kept for these very sources, and older ones go.
+# Code compiled from other sources is never found again (dynamo/cache_key.py puts a digest of them into the keys of
+# torch's compile caches). The cache is therefore kept for these very sources, and older ones go.
 if [ -z "${TORCHINDUCTOR_CACHE_DIR:-}" ]; then
     caches="$repo/.venv/inductor"
     key="$("$python" build_tools/source_digest.py)"

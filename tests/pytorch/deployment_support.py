@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "pytorch" / "module")]
+sys.path.insert(0, str(ROOT / "tests" / "pytorch" / "module"))
+sys.path.append(str(ROOT))  # behind a copy of the package that a test put on the path
 
 import recipe_list  # pylint: disable=wrong-import-position
 from compile_support import K, build, random  # pylint: disable=wrong-import-position
@@ -74,6 +75,7 @@ def python(script, *arguments, **environment):
     done = subprocess.run(
         [sys.executable, "-c", script, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        cwd=os.sep,  # "-c" puts the working directory first on the path
         capture_output=True,
         text=True,
         check=False,

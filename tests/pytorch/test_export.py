@@ -159,6 +159,17 @@ def test_quantized_primary_weights(recipe, device):
     assert_equal_programs(model, (program,), device)
 
 
+@STRICT
+def test_an_export_fills_no_cache(strict, device):
+    """``is_first_microbatch=True`` in an export leaves the cache as it was."""
+    module = build("Linear", device).eval()
+    model = Recipe(module, recipe_of("current"), is_first_microbatch=True)
+    with torch.no_grad():
+        program = exported(model, random(32, K, device=device), strict)
+        assert not module._fp8_workspaces
+        assert_equal_programs(model, (program,), device)
+
+
 # --- delayed scaling -----------------------------------------------------------------------------
 
 

@@ -55,6 +55,11 @@ def integer(name: str, default: int = 0) -> int:
         ) from None
 
 
+def set_flags() -> list[str]:
+    """``NAME=value`` of every variable of this package (``NVTE_...``) that is set, sorted."""
+    return sorted(f"{name}={value}" for name, value in os.environ.items() if name[:5] == "NVTE_")
+
+
 @constant_in_graphs
 def backward_override() -> str:
     """Default `backward_override` of the recipes that have one ("" for none):

@@ -7,7 +7,7 @@ tracing and is a constant of the graph. The variables that give recipes their de
 ``transformer_engine.common.environment``.
 """
 
-from ..common.environment import constant_in_graphs, flag, integer, text
+from ..common.environment import constant_in_graphs, flag, integer, set_flags, text
 from .formats.layout import LayoutFlags
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "layout_flags",
     "norm_sm_margin",
     "nvtx_enabled",
+    "set_flags",
     "text",
     "unfused_fp8_update",
     "unsafe_pickle_extra_state_enabled",

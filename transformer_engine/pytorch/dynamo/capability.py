@@ -12,6 +12,7 @@ import torch
 from ..environment import constant_in_graphs
 from ..recompute import run_in_eager
 from ..torch_version import torch_version
+from .cache_key import tag_cache_keys
 
 FALLBACK = "Falling back to eager execution under torch.compile: "
 MINIMUM_TORCH = (2, 11)
@@ -100,6 +101,7 @@ def prepare_for_dynamo() -> bool:
     torch 2.11 and 2.12 skip tensor guards while a module's dict is untouched, and so miss that a
     parameter was frozen or unfrozen after compilation. The shortcut is switched off there.
     """
+    tag_cache_keys()  # again for each trace: the environment may have changed
     if _outside:
         return True
     _outside["run"] = torch.compiler.disable(_run_in_eager, reason=FALLBACK + "see the warning.")

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AOTInductor packages: compiled once, loaded by a fresh process, bit for bit what eager computes.
+
+One package holds a module for each recipe, because what takes time is the C++ compiler.
+"""
+
+import shutil
+
+import pytest
+import torch
+
+from deployment_support import Recipe, exported, python
+from compile_support import K, assert_same_bits, build, random
+from recipe_list import recipe_of
+
+RECIPES = ("none", "current", "delayed", "block", "mxfp8", "nvfp4", "custom_two_formats")
+KINDS = ("LayerNormMLP", "LayerNormLinear", "Linear")
+
+LOADING = """
+import sys, torch
+import transformer_engine.pytorch  # registers the ops
+torch.set_num_threads(1)
+folder = sys.argv[1]
+run = torch._inductor.aoti_load_package(folder + "/model.pt2")
+with torch.no_grad():
+    torch.save([run(x) for x in torch.load(folder + "/x.pt")], folder + "/y.pt")
+print("done")
+"""
+
+
+class EveryRecipe(torch.nn.Module):
+    """A module for each recipe, all called with the same input."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.models = torch.nn.ModuleList(
+            Recipe(build(KINDS[i % 3], device, seed=i, recipe=recipe), recipe_of(recipe))
+            for i, recipe in enumerate(RECIPES)
+        )
+
+    def forward(self, x):
+        """``x [rows, K]``."""
+        return tuple(model(x) for model in self.models)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
+def test_package_in_a_fresh_process(device, tmp_path):
+    """Each recipe, a dynamic batch, the leaf ops called by the package's C++ code."""
+    model = EveryRecipe(device).eval()
+    inputs = [random(rows, K, device=device, seed=rows) for rows in (24, 80)]
+    with torch.no_grad():
+        program = exported(model, random(32, K, device=device))
+        torch._inductor.aoti_compile_and_package(
+            program,
+            package_path=str(tmp_path / "model.pt2"),
+            inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},  # half the time
+        )
+        wanted = [model(x) for x in inputs]
+    torch.save(inputs, tmp_path / "x.pt")
+    assert python(LOADING, tmp_path).endswith("done\n")
+    for outputs, expected in zip(torch.load(tmp_path / "y.pt"), wanted):
+        for recipe, a, b in zip(RECIPES, outputs, expected):
+            assert_same_bits(a, b, f"{recipe}, {a.shape[0]} rows")
