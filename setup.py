@@ -12,7 +12,8 @@ sys.path.insert(0, str(ROOT))  # a PEP 517 build does not put the project's fold
 from build_tools.version import package_version  # pylint: disable=wrong-import-position
 
 EXTRAS = {
-    "test": ["pytest>=8", "pytest-xdist>=3.5", "numpy"],
+    "test": ["pytest>=8", "pytest-xdist>=3.5", "numpy", "transformer-engine[onnx]"],
+    "onnx": ["onnx>=1.18", "onnxscript>=0.5", "onnxruntime>=1.22"],
     "demo": ["matplotlib>=3.7", "tqdm>=4.60"],
     # Exact, because another release of either formats or judges the same code differently.
     "lint": ["black==26.10.1", "pylint==4.1.4"],

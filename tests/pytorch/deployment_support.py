@@ -41,9 +41,13 @@ class Recipe(torch.nn.Module):
 def small_model(recipe="none", device="cpu", dtype=torch.bfloat16, seed=0):
     """All three modules with GEMMs one after another, under the named recipe, in eval mode."""
     width = recipe_list.out_features(recipe, 48)
+    middle = te.Linear(width, K, params_dtype=dtype, device=device)
+    with torch.no_grad():
+        for param in middle.parameters():
+            param.copy_(random(*param.shape, device=device, seed=seed + 2) * 0.2)
     layers = torch.nn.Sequential(
         build("LayerNormLinear", device, seed, dtype, recipe=recipe),
-        te.Linear(width, K, params_dtype=dtype, device=device),
+        middle,
         torch.nn.ReLU(),
         build("LayerNormMLP", device, seed + 1, dtype, recipe=recipe, activation="swiglu"),
     )

@@ -15,6 +15,10 @@ HEAVY = (
     "torch._functorch.aot_autograd",
     "torch.distributed._functional_collectives",
     "numpy",
+    "onnx",
+    "onnxscript",
+    "onnxruntime",
+    "torch.onnx",
 )
 
 

@@ -8,6 +8,7 @@ from . import (
     constants,
     cpu_offload,
     distributed,
+    export,
     module,
     quantization,
     quantized_tensor,
@@ -22,6 +23,7 @@ from .cpu_offload import (
 )
 from .diagnostics import explain, memory_report
 from .distributed import CudaRNGStatesTracker, checkpoint
+from .export import onnx_export
 from .graph import make_graphed_callables
 from .module import LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from .quantization import (
@@ -68,6 +70,7 @@ __all__ = [
     "cpu_offload",
     "distributed",
     "explain",
+    "export",
     "fp8_autocast",
     "fp8_model_init",
     "get_cpu_offload_context",
@@ -83,6 +86,7 @@ __all__ = [
     "mark_not_offload",
     "memory_report",
     "module",
+    "onnx_export",
     "quantization",
     "quantized_model_init",
     "quantized_tensor",

@@ -308,6 +308,20 @@ GRAPH = SimpleNamespace(
 GRAPH.dequantize, GRAPH.gemm = _dequantize_op, _gemm_op
 
 
+_recorded = GRAPH  # the leaves of which graphs consist
+
+
+def recorded_leaves() -> SimpleNamespace:
+    """The leaves of which graphs consist: ``GRAPH``, but for exports to other formats."""
+    return _recorded
+
+
+def record_leaves(leaves: SimpleNamespace) -> None:
+    """Let graphs consist of ``leaves``, which may be functions of ops that the exporter knows."""
+    global _recorded  # pylint: disable=global-statement
+    _recorded = leaves
+
+
 def through_dispatcher() -> bool:
     """Whether something watches torch's dispatcher, so that registered ops must be called."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
@@ -315,7 +329,7 @@ def through_dispatcher() -> bool:
 
 def kernels() -> SimpleNamespace:
     """``GRAPH`` while a compiler or a dispatch mode is watching, ``EAGER`` otherwise."""
-    return GRAPH if through_dispatcher() else EAGER
+    return _recorded if through_dispatcher() else EAGER
 
 
 def is_plain(x: Tensor) -> bool:

@@ -24,7 +24,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from ..core import module_ops
 from ..core.config import decode_config
 from ..environment import constant_in_graphs
-from ..core.ops import EAGER, GRAPH, LIBRARY, below_autograd
+from ..core.ops import EAGER, LIBRARY, below_autograd, recorded_leaves
 from ..quantized_tensor import QuantizedTensor
 from . import draws, fake  # noqa: F401  # pylint: disable=unused-import  # what leaf ops register
 
@@ -65,7 +65,7 @@ def _registered(name: str, function: Callable, arguments: str, results: str) -> 
         return below_autograd(function, EAGER, decode_config(args[-1]), *args[:-1])
 
     def trace(*args):
-        return function(GRAPH, decode_config(args[-1]), *args[:-1])
+        return function(recorded_leaves(), decode_config(args[-1]), *args[:-1])
 
     def decompose(mode, func, types, args, kwargs):
         del func, types
