@@ -10,6 +10,9 @@ five groups of steps, in microseconds. Modes:
 * compile: ``torch.compile(fullgraph=True)``
 * reduce-overhead: the same with ``mode="reduce-overhead"``
 * graph: the eager step captured in a CUDA graph and replayed: the device's time without the host
+* graph-cached: the same with ``is_first_microbatch=False``
+* memory: MiB that an eager forward keeps for backward (without its output), and the peak of forward
+  and backward, above what was there before: parameters, input and output gradient
 
 A case whose results are wrong (against an fp32 model of torch modules for the high-precision case
 and a loose band for FP8; compiled against eager bit for bit) is reported as wrong and not timed.
@@ -57,7 +60,7 @@ RECIPES = {
     "nvfp4": NVFP4BlockScaling,
 }
 NATIVE = "none,delayed,current,block"  # what an H200 multiplies in hardware
-MODES = ("eager", "cached", "compile", "reduce-overhead", "graph")
+MODES = ("eager", "cached", "compile", "reduce-overhead", "graph", "graph-cached", "memory")
 TOLERANCE = {  # relative L2 error
     "none": 0.03,
     "delayed": 0.15,
@@ -86,9 +89,9 @@ class Case:
         self.grad = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
         self.norm, self.activation = norm, activation
         self.recipe = RECIPES[recipe_name]() if RECIPES[recipe_name] is not None else None
-        self.first = False if mode == "cached" else None
+        self.first = False if "cached" in mode else None
         self.run = self.forward
-        if mode == "cached":
+        if "cached" in mode:
             self.forward(self.x, True).backward(self.grad)
             self.reset()
         elif mode in ("compile", "reduce-overhead"):
@@ -197,6 +200,20 @@ def captured(step):
     return graph.replay
 
 
+def memory(case: Case) -> dict:
+    """MiB kept after a forward and the peak of a step; see the head of the file."""
+    for _ in range(3):
+        case.step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = case.run(case.x)
+    kept = torch.cuda.memory_allocated() - before - y.nbytes
+    y.backward(case.grad)
+    peak = torch.cuda.max_memory_allocated() - before
+    return {"kept": round(kept / 2**20), "peak": round(peak / 2**20)}
+
+
 def measure(shape, recipe: str, mode: str) -> dict:
     """One row: microseconds, or what was wrong."""
     try:
@@ -204,8 +221,10 @@ def measure(shape, recipe: str, mode: str) -> dict:
         wrong = fault(case, recipe)
         if wrong:
             return {"wrong": wrong}
+        if mode == "memory":
+            return memory(case)
         skips = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
-        us = median_us(captured(case.step) if mode == "graph" else case.step)
+        us = median_us(captured(case.step) if mode.startswith("graph") else case.step)
         row = {"us": us}
         if mode == "reduce-overhead":
             skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] - skips
@@ -240,6 +259,13 @@ def _version() -> str:
     return transformer_engine.__version__
 
 
+def cell(row: dict) -> str:
+    """What the table says of a row."""
+    if "kept" in row:
+        return f"{row['kept']} / {row['peak']}"
+    return str(row.get("us", "wrong"))
+
+
 def table(rows: list[dict], modes) -> str:
     """Rows as reStructuredText, with the published figures beside them."""
     published = json.loads((HERE / "published_h200.json").read_text())
@@ -247,7 +273,7 @@ def table(rows: list[dict], modes) -> str:
     lines = [head]
     for key in dict.fromkeys((r["case"], r["recipe"]) for r in rows):
         found = {r["mode"]: r for r in rows if (r["case"], r["recipe"]) == key}
-        cells = [str(found[m].get("us", "wrong")) if m in found else "" for m in modes]
+        cells = [cell(found[m]) if m in found else "" for m in modes]
         known = published.get(key[0], {}).get(key[1], ["", "", ""])
         lines.append([*key, *cells, *map(str, known)])
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...formats.layout import ceil_div
 from .common import empty, runs_on_its_device
-from .launch import launched
+from .launch import launched, next_power_of_2
 
 
 @launched
@@ -51,8 +51,10 @@ def sum_partials_kernel(partials, first, second, P, N, BP: tl.constexpr, BN: tl.
 def sum_partials(partials: Tensor, first: Tensor, second: Optional[Tensor] = None) -> None:
     """Sum fp32 ``partials`` [1 or 2, P, N] over P into ``first`` [N] and ``second`` [N]."""
     count, columns = partials.shape[1:]
-    grid = (ceil_div(columns, 32), 1 if second is None else 2)
-    sum_partials_kernel[grid](partials, first, second, count, columns, BP=64, BN=32, num_warps=4)
+    # Narrow columns: all partial sums of one are under way at once, a loop would wait for each.
+    grid = (ceil_div(columns, 16), 1 if second is None else 2)
+    block = min(256, max(16, next_power_of_2(count)))
+    sum_partials_kernel[grid](partials, first, second, count, columns, BP=block, BN=16, num_warps=4)
 
 
 @runs_on_its_device
