@@ -799,6 +799,52 @@ def test_recipe_state_of_requests():
         RecipeState.create(CustomRecipe(factory), mode="forward", num_quantizers=3, roles=[None])
 
 
+# --- high precision of another dtype --------------------------------------------------------------
+
+
+def to_bf16():
+    """A quantizer that only rounds to bf16."""
+    return te.IdentityQuantizer(dtype=BF16)
+
+
+def test_operands_rounded_to_a_dtype(device):
+    """Each GEMM of an fp32 module multiplies what the cast left, and nothing else is rounded."""
+    module, x = make("Linear", device, torch.float32), an_input(device, dtype=torch.float32)
+    got = step(module, x, CustomRecipe(by_tensor(weight=te.IdentityQuantizer, other=to_bf16)))
+    dy, weight, bias = got.dys[0], module.weight.detach().double(), module.bias.detach().double()
+    x_cast, dy_cast = (t.detach().to(BF16).double() for t in (x, dy))
+    assert not torch.equal(x_cast, x.double())
+    assert_product(got.outputs[0], x_cast, weight, bias, fp8=False)
+    assert_product(got.grads["x"], dy_cast, weight.t(), fp8=False)
+    assert_product(got.grads["weight"], dy_cast.t(), x_cast.t(), fp8=False)
+    assert torch.equal(got.grads["bias"], step(module, x, dys=[dy]).grads["bias"])
+
+
+def rounded_beside_formats(role):
+    """MXFP8 in the forward GEMM; in backward some operands rounded, others left alone."""
+    if tensor_type(role) == "grad_output":
+        return te.IdentityQuantizer()
+    return hybrid(mxfp8(), to_bf16() if tensor_type(role) == "input" else te.IdentityQuantizer())
+
+
+@pytest.mark.parametrize(
+    "kind,factory,backend",
+    (
+        ("LayerNormMLP", lambda role: to_bf16(), "aot_eager"),
+        ("LayerNormMLP", rounded_beside_formats, "aot_eager"),
+        ("Linear", lambda role: to_bf16(), "inductor"),
+    ),
+)
+def test_rounded_operands_are_compiled(kind, factory, backend, device):
+    """Compilers keep the cast, though its result is cast back; one row makes views of columns."""
+    twins = Twins(make(kind, device, torch.float32), backend=backend)
+    for rows in (64, 1)[: 1 + (backend == "aot_eager")]:
+        x = an_input(device, rows, dtype=torch.float32)
+        twins.step(x, CustomRecipe(factory), seed=rows)
+        plain = copy.deepcopy(twins.eager)
+        assert not torch.equal(with_recipe(plain, x, CustomRecipe(factory)), plain(x))
+
+
 # --- quantizers that users write ------------------------------------------------------------------
 
 

@@ -15,7 +15,15 @@ from typing import Any, Union
 
 from ..common.recipe._custom import fields_of
 from .core.config import decode_config, operand_text
-from .core.python_quantizers import both_orientations, is_python, python_text
+from .core.python_quantizers import (
+    beside_python,
+    both_orientations,
+    is_python,
+    python_text,
+    rounding_dtype,
+    rounding_text,
+    runs_user_code,
+)
 from .core.update_rule import PYTHON_RULE_IN_GRAPH, UpdateRule, rule_of
 from .environment import constant_in_graphs
 from .formats.spec import decode_quant
@@ -43,8 +51,7 @@ class ModuleRecipe:
             answers = (*forward[3 * gemm : 3 * gemm + 2], backward[2 * gemm])
             texts = [answer_text(answer, key != "g") for key, answer in zip("xwg", answers)]
             if any(map(is_python, texts)):
-                # Multiplied as plain values, as those are that a quantizer left alone.
-                texts = [text or both_orientations() for text in texts]
+                texts = [beside_python(text) for text in texts]
             parts += [f"{key}{'2' * gemm}={text}" for key, text in zip("xwg", texts)]
         parts += ["acc=0,1,1", "custom=1"]
         if recipe.backward_override is not None:
@@ -80,7 +87,7 @@ def quantizer_text(quantizer: Quantizer) -> str:
     if not type(quantizer).__module__.startswith(_PACKAGE):
         return python_text(quantizer)
     if isinstance(quantizer, IdentityQuantizer):
-        return ""
+        return "" if quantizer.dtype is None else rounding_text(quantizer.dtype)
     if isinstance(quantizer, HybridQuantizer):
         row = quantizer_text(quantizer.rowwise_quantizer)
         col = quantizer_text(quantizer.columnwise_quantizer)
@@ -124,12 +131,19 @@ def check_operands(module, spec: str) -> None:
 
 def _described(text: str) -> str:
     """The text of one orientation for a message."""
-    return "of a class of your own" if is_python(text) else text or "in high precision"
+    if runs_user_code(text):
+        return "of a class of your own"
+    if is_python(text):
+        dtype = rounding_dtype(text)
+        return f"in high precision, rounded to {dtype}" if dtype else "in high precision"
+    return text or "in high precision"
 
 
 def _mismatch(a: str, b: str, gemm: str) -> str:
     """Why two operands can not be multiplied; only columnwise values are ever transformed."""
     if bool(a) != bool(b):
+        return "quantize both or neither"
+    if is_python(a) != is_python(b) and not runs_user_code(a + b):
         return "quantize both or neither"
     if is_python(a) != is_python(b):
         return "a quantizer that you wrote needs another one, or an IdentityQuantizer, beside it"
@@ -187,7 +201,7 @@ def custom_obstacle(key: str, text: str) -> str:
         recipe = _module_recipe(key, text)
     except ValueError as error:
         return str(error)
-    if is_python(recipe.spec):
+    if runs_user_code(recipe.spec):
         return (
             f"the CustomRecipe quantizes '{_MODULES[key].name}' with a quantizer class of its own,"
             " whose Python code a graph can not contain; use the quantizers of this package."

@@ -189,6 +189,8 @@ def other_samples(device):
             yield "requantize_", (x, quant, scale, 1, None, keep, *old, taken)
             part = (old[0], None, *old[2:3], None, *old[4:5], None)
             yield "requantize_", (x, quant, scale, 1, None, keep, *part, None)
+    for name in ("bfloat16", "float16", "float32"):
+        yield "rounded", (x, name)
     history = torch.zeros(4, 3, device=device)
     for add in (True, False):
         yield "accumulate_", (tensor(device, N, K, dtype=torch.float32), tensor(device, N, K), add)

@@ -88,7 +88,7 @@ def quantized_leaf(
 ) -> Quantized:
     """``x`` quantized by the leaf op, or by a quantizer of the user."""
     if is_python(quant):
-        return python_quantized(x, quant, rowwise, columnwise)
+        return python_quantized(k, x, quant, rowwise, columnwise)
     rng = draw(k, quant, x)
     return Quantized(*k.quantize(x, quant, scale, slot, None, rowwise, columnwise, rng))
 

@@ -48,6 +48,7 @@ SCHEMAS = {
     " bool fast_accum) -> Tensor",
     "rng_state": "(Tensor like, Tensor? previous=None, int number=0) -> Tensor",
     "after": "(Tensor x, Tensor other) -> Tensor",
+    "rounded": "(Tensor x, str dtype) -> Tensor",
     "accumulate_": "(Tensor(a!) total, Tensor part, bool add) -> ()",
     "requantize_": "(Tensor x, str quant, Tensor? scale, int slot, Tensor? rng, Tensor keep,"
     " Tensor(a!)? row, Tensor(b!)? col, Tensor(c!)? scale_inv, Tensor(d!)? col_scale_inv,"
@@ -217,6 +218,15 @@ def requantize_(
         taken.data.copy_(torch.where(kept, 0.0, new[4]))
 
 
+def rounded(x, dtype):
+    """A copy of ``x``, of its dtype, whose values were rounded to that of the name ``dtype``.
+
+    An op of its own, because compilers drop a cast there and back.
+    """
+    y = x.to(getattr(torch, dtype)).to(x.dtype)
+    return x.clone() if y is x else y
+
+
 def record_amax_(history, amaxes, slots):
     """Fold ``amaxes`` into row 0 of ``history``."""
     select(Request("record_amax_", history.device, history.dtype)).run(history, amaxes, slots)
@@ -239,6 +249,7 @@ EAGER = SimpleNamespace(
     gemm=gemm,
     rng_state=rng_state,
     after=after,
+    rounded=rounded,
     accumulate_=accumulate_,
     requantize_=requantize_,
     record_amax_=record_amax_,

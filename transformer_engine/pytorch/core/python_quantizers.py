@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operands whose quantizer is a Python class of the user, which no kernel knows.
+"""Operands whose quantizer is no format that a kernel knows, multiplied in high precision.
 
-The operand is what the quantizer's result dequantizes to, and it is multiplied in high precision.
-In a configuration it is ``python:<number of the quantizer>``; ``python:`` alone leaves values as
-they are. Eager only: a graph can not contain a call of the user's class.
+A Python class of the user: the operand is what its result dequantizes to. In a configuration it is
+``python:<number of the quantizer>``. Eager only: a graph can not contain a call of that class.
+
+An ``IdentityQuantizer`` with a dtype: the operand is rounded to it, ``python:<name of the dtype>``.
+``python:`` alone leaves values as they are. Graphs contain both.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -25,6 +28,32 @@ def is_python(quant: str) -> bool:
     return _KIND in quant
 
 
+def runs_user_code(spec: str) -> bool:
+    """Whether a configuration names a class of the user."""
+    return re.search(_KIND + r"\d", spec) is not None
+
+
+def rounding_text(dtype: torch.dtype) -> str:
+    """The text of one orientation that is rounded to ``dtype``."""
+    return _KIND + str(dtype).removeprefix("torch.")
+
+
+def rounding_dtype(quant: str) -> str:
+    """The name of the dtype in such a text, "" if it has none."""
+    name = quant.removeprefix(_KIND)
+    return "" if name.isdigit() else name
+
+
+def beside_python(text: str) -> str:
+    """The text of an operand in a module that has such operands: what a quantizer leaves alone is
+    multiplied by them in the same way.
+    """
+    parts = text.split("|")
+    if len(parts) == 1:
+        return text or both_orientations()
+    return "|".join([*(part or _KIND for part in parts[:2]), *parts[2:]])
+
+
 def python_text(quantizer: Quantizer) -> str:
     """The text of one orientation that ``quantizer`` makes."""
     _QUANTIZERS.append(quantizer)
@@ -36,10 +65,13 @@ def both_orientations(text: str = _KIND) -> str:
     return f"{text}|{_KIND}|dq"
 
 
-def python_quantized(x: Tensor, quant: str, rowwise: bool, columnwise: bool) -> Quantized:
+def python_quantized(k, x: Tensor, quant: str, rowwise: bool, columnwise: bool) -> Quantized:
     """``x [M, K]`` as high-precision buffers; columnwise ones are those of the transpose."""
     number = quant.removeprefix(_KIND)
-    values = _values(_QUANTIZERS[int(number)], x) if number else x
+    if number.isdigit():
+        values = _values(_QUANTIZERS[int(number)], x)
+    else:  # never x itself, because ops return no input
+        values = k.rounded(x, number or str(x.dtype).removeprefix("torch."))
     return NOTHING._replace(
         row=values if rowwise else None, col=values.t().contiguous() if columnwise else None
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Optional
 
-from ..core.python_quantizers import is_python
+from ..core.python_quantizers import is_python, rounding_dtype, runs_user_code
 from ..formats.spec import QuantSpec, decode_quant
 
 # Tensors of a module op: the linear stage and the operand that they are, or are a buffer of, in
@@ -46,7 +46,10 @@ def quant_words(quant: str, columnwise: bool = False) -> str:
     if not quant:
         return "high precision"
     if is_python(quant):
-        return "values of the recipe's own Python quantizer, in high precision"
+        if runs_user_code(quant):
+            return "values of the recipe's own Python quantizer, in high precision"
+        dtype = rounding_dtype(quant)
+        return f"high precision, rounded to {dtype}" if dtype else "high precision"
     spec = decode_quant(quant)
     return ", ".join([_format(spec), *_scales(spec, columnwise), *_options(spec, columnwise)])
 

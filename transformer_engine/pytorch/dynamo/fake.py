@@ -157,6 +157,10 @@ def _after(x, other):
     return _new(x, x.shape, x.dtype)
 
 
+def _rounded(x, dtype):
+    return _new(x, x.shape, x.dtype)
+
+
 def _nothing(*_):
     return None
 
@@ -172,6 +176,7 @@ FAKES = {
     "gemm": _gemm,
     "rng_state": _rng_state,
     "after": _after,
+    "rounded": _rounded,
     "accumulate_": _nothing,
     "requantize_": _nothing,
     "record_amax_": _nothing,
