@@ -45,7 +45,7 @@ def run_planned(function: Callable, static: Any, arguments: tuple, tensors: tupl
     if key is None:
         return function(ops.EAGER, *arguments, *tensors)
     plan = _PLANS.get(key)
-    if type(plan) is FunctionType:
+    if isinstance(plan, FunctionType):
         _PLANS.move_to_end(key)
         return plan(*tensors)
     if plan is None:
@@ -61,8 +61,8 @@ def run_planned(function: Callable, static: Any, arguments: tuple, tensors: tupl
 def run_leaf(name: str, *args) -> Any:
     """The leaf op called ``name`` of `ops.PLANNED`, by its plan once there is one."""
     places = ops.PLANNED[name]
-    tensors = tuple([args[i] for i in places])
-    rest = tuple([arg for i, arg in enumerate(args) if i not in places])
+    tensors = tuple(args[i] for i in places)
+    rest = tuple(arg for i, arg in enumerate(args) if i not in places)
     return run_planned(_LEAF_FUNCTIONS[name], rest, (rest,), tensors)
 
 
@@ -83,7 +83,7 @@ _LEAF_FUNCTIONS = {name: _leaf_function(name, places) for name, places in ops.PL
 def _key(function: Callable, static: Any, tensors: tuple) -> Optional[tuple]:
     """What the steps depend on; None where nothing may be taken for granted."""
     if (
-        type(function) is not FunctionType
+        not isinstance(function, FunctionType)
         or ops.select is not _SELECT
         or tuple(vars(ops.EAGER).values()) != _LEAVES
         or torch._C._functorch.peek_interpreter_stack() is not None

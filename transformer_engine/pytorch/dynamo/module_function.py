@@ -134,7 +134,7 @@ def _run(registered, function, config: str, tensors, history=None):
     if through_dispatcher() or not is_plain(tensors[0]) or tensors[0].is_meta:
         return registered(*tensors, config)
     cfg = decode_config(config)
-    if history is None or type(function) is not FunctionType:  # a stranger's that takes notes
+    if history is None or not isinstance(function, FunctionType):  # a stranger's that takes notes
         return outside_autocast(run_planned, function, config, (cfg,), tensors)
     how = (function, config), (function, cfg)
     return outside_autocast(run_planned, _folding, *how, (*tensors, history))

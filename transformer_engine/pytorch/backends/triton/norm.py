@@ -94,7 +94,7 @@ def norm_forward(
     scale, cell = split_scale(scale, slot)
     out = quantization_buffers(x, spec, rows, columns, rowwise, columnwise, False, cell)
     if y is not None:
-        # A cell is accumulated by the cast itself, which can not start from what is in it otherwise.
+        # The cast itself accumulates into a cell.
         partials = _launch_rows(norm, y, amax=2 if cell is None else 0)
         launch_cast(y, out, spec, scale, slot, partials)
     elif spec.kind == "current":
