@@ -304,15 +304,17 @@ class FP8GlobalStateManager:
         state.skip_fp8_weight_update_tensor.fill_(skip)
 
     @classmethod
-    def weight_update_flag(cls) -> Optional[Tensor]:
+    def weight_update_flag(cls, device: Optional[torch.device] = None) -> Optional[Tensor]:
         """The flag of `set_skip_fp8_weight_update_tensor` while a CUDA graph is captured, or in
-        ``autocast(_graph=True)``; else None.
+        ``autocast(_graph=True)``; else None. With a `device` it is there.
         """
         state = cls.quantization_state
         flag = state.skip_fp8_weight_update_tensor
         if flag is None:
             return None
-        return flag if state.fp8_graph_capturing or cls.fp8_graph_capturing() else None
+        if not (state.fp8_graph_capturing or cls.fp8_graph_capturing()):
+            return None
+        return flag if device is None or flag.device == device else flag.to(device)
 
     @classmethod
     def get_skip_fp8_weight_update_tensor(cls) -> Optional[Tensor]:

@@ -216,6 +216,7 @@ def check_deferred(rank, recipe, materialised):
         return torch.nn.Sequential(*layers)
 
     single, model = make(), shard(make())
+    single.to_empty(device="cpu")  # by itself it would go to a GPU that is there
     if materialised:
         model.to_empty(device="cpu")
     for tested in (single, model):

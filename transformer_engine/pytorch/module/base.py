@@ -425,7 +425,7 @@ class TransformerEngineBaseModule(
         else:
             key = self.weight_names[gemm] if self.num_gemms > 1 else "weight"
             common = (self._fp8_workspaces, key, weight, quant, scale, slot)
-            keep = FP8GlobalStateManager.weight_update_flag()
+            keep = FP8GlobalStateManager.weight_update_flag(weight.device)
             if self.weights_are_gathered:
                 operand = quantized_weight(*common, None, columnwise)
             elif keep is not None:
