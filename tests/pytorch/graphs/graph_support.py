@@ -9,6 +9,8 @@ import torch
 from compile_support import K, assert_same_bits, build, gradient, random
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.graphed.weight_gradients import fused
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 ROWS = 32
 FEW = ("current", "delayed", "mxfp8")
@@ -51,16 +53,20 @@ class Rerun:
 
 
 class _Again:
-    """A function and the tensors that it returned first."""
+    """A method of a unit and the tensors that it returned first."""
 
     def __init__(self, run):
         self.run, self.grad_enabled = run, torch.is_grad_enabled()
+        self.flag = FP8GlobalStateManager.get_skip_fp8_weight_update_tensor()
         self.results = run()
 
     def replay(self):
-        """Compute the results anew, in place."""
-        with torch.set_grad_enabled(self.grad_enabled):
+        """Compute the results anew, in place, with the captured flag; Python marks nothing."""
+        state = FP8GlobalStateManager.quantization_state
+        flag, state.skip_fp8_weight_update_tensor = state.skip_fp8_weight_update_tensor, self.flag
+        with torch.set_grad_enabled(self.grad_enabled), fused(self.run.__self__.params):
             fresh = self.run()
+        state.skip_fp8_weight_update_tensor = flag
         for static, value in zip(self.results, fresh):
             if static is not None and static is not value:
                 static.data.copy_(value)

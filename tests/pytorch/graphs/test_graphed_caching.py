@@ -107,8 +107,16 @@ def test_few_warmups(recipe, iterations, device):
     step(module, random(ROWS, K, device=device), kept)
     module.zero_grad()
     twin = copy.deepcopy(module)
-    options = {"num_warmup_iters": iterations, "cache_quantized_params": True}
-    graphed(module, (sample_of(device),), kept, **options)
+    cached = []
+    graphed(
+        module,
+        (sample_of(device),),
+        kept,
+        num_warmup_iters=iterations,
+        cache_quantized_params=True,
+        post_warmup_hook=lambda: cached.extend(module._fp8_workspaces),
+    )
+    assert cached == ["fc1_weight", "fc2_weight"]
     for m in (module, twin):
         step(m, random(ROWS, K, device=device), kept, is_first_microbatch=True)
     scale_weights((module, twin), -1)

@@ -97,8 +97,8 @@ def test_weight_gradients_elsewhere(options, device):
     both = [(m.fc1_weight, m.fc2_weight) for m in (module, twin)]
     calls = []
     if "fuse" in options:
-        with_main_grads(module)
-        with_main_grads(twin)
+        for m in (module, twin):
+            with_main_grads(m).fc1_weight.overwrite_main_grad = True
     for m in (module, twin):
         m.register_wgrad_accumulation_and_reduce_hooks(lambda m=m: calls.append(m is twin))
     graphed(module, (sample_of(device),), recipe)
@@ -125,6 +125,21 @@ def test_weight_gradients_elsewhere(options, device):
     if "delay" in options:
         with pytest.raises(RuntimeError, match="No weight gradient is waiting"):
             module.backward_dw()
+
+
+def test_delayed_weight_gradients_of_several_graphs(device):
+    """They are computed after all backward passes, in any order: memory is not shared till then."""
+    layers = [build("LayerNormMLP", device, seed=i, delay_wgrad_compute=True) for i in range(3)]
+    model, recipe = torch.nn.Sequential(*layers), recipe_of("current")
+    twin = copy.deepcopy(model)
+    graphed(tuple(model), ((sample_of(device),),) * 3, recipe)
+    for seed, order in enumerate(((0, 1, 2), (2, 0, 1))):
+        x = random(ROWS, K, device=device, seed=seed)
+        assert_same_results(*(step(m, x, recipe, seed) for m in (model, twin)))
+        for i in order:
+            model[i].backward_dw()
+            twin[i].backward_dw()
+        assert_same_modules(model, twin)
 
 
 def test_delayed_weight_gradients_in_the_other_mode(device):

@@ -183,7 +183,10 @@ class Unit:  # pylint: disable=too-many-instance-attributes
             self.options.clone_param_grads and not getattr(param, "skip_backward_post_hook", False)
             for param in self.params
         ]
-        if any(map(puts_off, self.visited)):
+        late = list(filter(puts_off, self.visited))
+        if late:
+            # Graphs that are captured later, but may be replayed before, must not use this memory.
+            self.kept += [list(module.wgrad_store.context) for module in late]
             with fused(self.params) as self.put_off_fused:
                 self.weight_graph, self.weight_grads = self.options.backend.capture(
                     self._run_weight_gradients, pool
