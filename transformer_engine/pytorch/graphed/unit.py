@@ -23,6 +23,7 @@ from .weight_gradients import (
     fused,
     mark,
     may_lack_gradients,
+    owned_gradients,
     puts_off,
 )
 
@@ -179,11 +180,9 @@ class Unit:  # pylint: disable=too-many-instance-attributes
             self.backward_graph, self.grad_inputs = self.hooks.around_backward(
                 self.module, lambda: self.options.backend.capture(self.run_backward, pool)
             )
-        self.owned = [False] * (len(self.trained()) - len(self.params)) + [
-            self.options.clone_param_grads and not getattr(param, "skip_backward_post_hook", False)
-            for param in self.params
-        ]
         late = list(filter(puts_off, self.visited))
+        self.owned = [False] * (len(self.trained()) - len(self.params))
+        self.owned += owned_gradients(self.params, late, self.options.clone_param_grads)
         if late:
             # Graphs that are captured later, but may be replayed before, must not use this memory.
             self.kept += [list(module.wgrad_store.context) for module in late]

@@ -23,6 +23,20 @@ def may_lack_gradients(modules: Sequence[Any]) -> bool:
     )
 
 
+def owned_gradients(params: Sequence[Tensor], late: Sequence[Any], clone: bool) -> List[bool]:
+    """For each parameter whether autograd gets a gradient of its own: a copy of the static one.
+
+    With ``clone`` all but those marked ``skip_backward_post_hook``, whose owner reads the static
+    one. Modules that put off weight gradients (``late``) mark their biases too, but autograd adds
+    these up.
+    """
+    summed = {id(param) for module in late for param in module.parameters(recurse=False)}
+    return [
+        clone and (id(param) in summed or not getattr(param, "skip_backward_post_hook", False))
+        for param in params
+    ]
+
+
 def backward_dw(modules: Sequence[Any], call_hooks: bool) -> None:
     """What ``modules`` put off; by the method of the class, as a graphed module has another.
 
