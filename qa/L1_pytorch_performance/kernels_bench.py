@@ -23,8 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 CURRENT, DELAYED = "current,e4m3", "delayed,e4m3"
 SHAPES = ((8192, 4096), (8192, 14336), (512, 1024))
 TILES = [(m, n, w) for m in (32, 64, 128) for n in (64, 128) for w in (4, 8)]
-MXFP8_TILES = [(m, n, w) for m in (32, 64) for n in (64, 128) for w in (1, 2, 4)]
-NVFP4_TILES = [(m, n, w) for m in (64, 128) for n in (32, 64, 128) for w in (2, 4, 8)]
+# With rows of tiles that are walked together; of "block" strips ahead, warps, registers.
+MXFP8_TILES = [(32, n, w, g) for n in (64, 128, 256) for w in (1, 2, 4) for g in (1, 4, 16)]
+NVFP4_TILES = [(m, n, w, 1) for m in (64, 128) for n in (64, 128) for w in (2, 4, 8)]
+STRIPS = [(a, *w) for a in (1, 2, 4) for w in ((4, 168), (8, 80), (8, 128), (8, None), (16, 64))]
 BLOCK_SCALED = (
     "block,e4m3,pow2=1",
     "block,e4m3",
@@ -138,9 +140,9 @@ def written_bytes(quant):
 
 
 def block_tiles(quant):
-    """(places, candidates) of a sweep; the tile of "block" is given."""
+    """(places, candidates) of a sweep."""
     if quant.startswith("block"):
-        return (), TILES
+        return (("block_scaled", "strip_options"),), STRIPS
     return (("block_scaled", "block_tile"),), MXFP8_TILES if quant[0] == "m" else NVFP4_TILES
 
 
@@ -237,7 +239,7 @@ def measure(case: Case) -> float:
 
 
 def sweep(case: Case) -> list:
-    """(microseconds, BM, BN, warps) of the best three tiles."""
+    """(microseconds, *candidate) of the best three candidates, mostly (BM, BN, warps)."""
     import importlib
 
     package = "transformer_engine.pytorch.backends.triton."

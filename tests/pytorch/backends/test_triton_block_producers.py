@@ -130,6 +130,17 @@ def test_activation(act, gates, shape, want_output, quant, backward):
     check_activation(activation_inputs(shape, gates), act, quant, backward, want_output)
 
 
+@pytest.mark.parametrize(
+    "quant, act, gates, shape",
+    [(quant, "swiglu", 2, (140, 256)) for quant in QUANTS[:3]]
+    + [(quant, "gelu", 1, (130, 160)) for quant in QUANTS[:3]]
+    + [(quant, "gelu", 1, (5, 33)) for quant in QUANTS[:2]],
+)
+def test_gradient_of_several_tiles(quant, act, gates, shape):
+    """Also the sums of columns over several rows of tiles, and rows without alignment."""
+    check_activation(activation_inputs(shape, gates), act, quant, True, False)
+
+
 @pytest.mark.parametrize("orientations", [(True, False), (False, True)])
 @pytest.mark.parametrize("quant", QUANTS[:1] + QUANTS[2:5])
 def test_gradient_in_one_orientation(quant, orientations):

@@ -86,6 +86,42 @@ def test_several_blocks_in_both_directions(quant):
     check(random((140, 160)), quant)
 
 
+@pytest.mark.parametrize(
+    "quant, shape, orientations",
+    [
+        # 20 rows of tiles, 16 of which are walked together.
+        (MXFP8[0], (520, 160), (True, True)),
+        # Tiles of 256 columns, the last of which is half outside the padded width.
+        (MXFP8[2], (70, 288), (True, True)),
+        (MXFP8[3], (70, 288), (True, True)),
+        (MXFP8[0], (70, 288), (True, False)),
+        (MXFP8[1], (140, 288), (True, False)),
+        # Tiles of 64 by 64, also in part.
+        (NVFP4[0], (140, 208), (True, True)),
+        (NVFP4[5], (140, 80), (True, True)),
+        (NVFP4[6], (70, 80), (True, True)),
+    ],
+)
+def test_tiles_that_do_not_divide_the_tensor(quant, shape, orientations):
+    check(random(shape), quant, *orientations)
+
+
+@pytest.mark.parametrize(
+    "quant, dtype",
+    [
+        (quant, dtype)
+        for quant in BLOCK[1:3] + MXFP8[:3] + NVFP4[:1] + NVFP4[2:5] + RHT[:1]
+        for dtype in (torch.bfloat16, torch.float32)[: 1 if "rht" in quant else 2]
+    ],
+)
+def test_rows_that_begin_at_any_address(quant, dtype):
+    """A view that begins one element into its memory, as a slice of a flat buffer may."""
+    x = random((40, 96), dtype)
+    flat = torch.zeros(x.numel() + 1, dtype=dtype, device=DEVICE)
+    flat[1:] = x.view(-1)
+    check(flat[1:].view(x.shape), quant)
+
+
 @pytest.mark.parametrize("quant", BLOCK + MXFP8[:2] + NVFP4[:3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes(dtype, quant):

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .common import INTERPRETED
-from .tiles import load_tile
+from .tiles import load_tile, widen
 
 
 @triton.jit
@@ -101,12 +101,6 @@ def clamp_gate(g, limit):
 
 
 @triton.jit
-def load_fp32(x, rm, rn, stride, M, N):
-    """load_tile in fp32."""
-    return load_tile(x, rm, rn, stride, M, N).to(tl.float32)
-
-
-@triton.jit
 def row_length(F, GATED: tl.constexpr):
     """Elements of a row of x. A sum, for 2 * F would look better aligned than F (rows_of_quads)."""
     if GATED:
@@ -117,35 +111,45 @@ def row_length(F, GATED: tl.constexpr):
 
 
 @triton.jit
-def activation_tile(
-    x, rm, rn, M, F, limit, alpha, offset, ACT: tl.constexpr, GATED: tl.constexpr,
+def load_halves(x, rm, rn, M, F, GATED: tl.constexpr):
+    """Tiles of the activated half and of the gate, as they lie in memory; the first twice."""
+    stride = row_length(F, GATED)
+    a = load_tile(x, rm, rn, stride, M, F)
+    if GATED:
+        g = load_tile(x + F, rm, rn, stride, M, F)
+    else:
+        g = a
+    return a, g
+
+
+@triton.jit
+def activation_of(
+    a, g, rm, M, limit, alpha, offset, ACT: tl.constexpr, GATED: tl.constexpr,
     CLAMPED: tl.constexpr,
 ):  # fmt: skip
     """fp32 output tile; +0 in rows beyond M, because every activation is 0 at 0 or gated by 0."""
-    stride = row_length(F, GATED)
+    a = widen(a)
     if GATED:
-        a = load_fp32(x, rm, rn, stride, M, F)
-        g = load_fp32(x + F, rm, rn, stride, M, F)
+        g = widen(g)
         if CLAMPED:
             a = tl.where(a > limit, limit, a)
             g = tl.where((rm < M)[:, None], clamp_gate(g, limit) + offset, 0.0)
         out = activate(a, alpha, ACT) * g
     else:
-        out = activate(load_fp32(x, rm, rn, stride, M, F), alpha, ACT)
+        out = activate(a, alpha, ACT)
     return out
 
 
 @triton.jit
-def activation_slope_tiles(
-    dy, x, rm, rn, M, F, limit, alpha, offset, ACT: tl.constexpr, GATED: tl.constexpr,
+def activation_slopes_of(
+    d, a, g, rm, M, limit, alpha, offset, ACT: tl.constexpr, GATED: tl.constexpr,
     CLAMPED: tl.constexpr,
 ):  # fmt: skip
     """fp32 gradient tiles of the activated half and of the gate (the same one twice if ungated)."""
-    stride = row_length(F, GATED)
-    d = load_fp32(dy, rm, rn, F, M, F)
+    d = widen(d)
+    a = widen(a)
     if GATED:
-        a = load_fp32(x, rm, rn, stride, M, F)
-        g = load_fp32(x + F, rm, rn, stride, M, F)
+        g = widen(g)
         if CLAMPED:
             f, da = activate_and_backward(tl.where(a > limit, limit, a), d, alpha, ACT)
             gate = tl.where((rm < M)[:, None], clamp_gate(g, limit) + offset, 0.0)
@@ -157,6 +161,27 @@ def activation_slope_tiles(
             da = da * g
             dg = f * d
     else:
-        f, da = activate_and_backward(load_fp32(x, rm, rn, stride, M, F), d, alpha, ACT)
+        f, da = activate_and_backward(a, d, alpha, ACT)
         dg = da
     return da, dg
+
+
+@triton.jit
+def activation_tile(
+    x, rm, rn, M, F, limit, alpha, offset, ACT: tl.constexpr, GATED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+):  # fmt: skip
+    """``activation_of`` rows rm and columns rn < F."""
+    a, g = load_halves(x, rm, rn, M, F, GATED)
+    return activation_of(a, g, rm, M, limit, alpha, offset, ACT, GATED, CLAMPED)
+
+
+@triton.jit
+def activation_slope_tiles(
+    dy, x, rm, rn, M, F, limit, alpha, offset, ACT: tl.constexpr, GATED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+):  # fmt: skip
+    """``activation_slopes_of`` rows rm and columns rn < F."""
+    d = load_tile(dy, rm, rn, F, M, F)
+    a, g = load_halves(x, rm, rn, M, F, GATED)
+    return activation_slopes_of(d, a, g, rm, M, limit, alpha, offset, ACT, GATED, CLAMPED)

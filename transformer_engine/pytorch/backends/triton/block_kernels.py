@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that quantize with block scales; ``block_scaled.py`` launches them.
+"""Kernels that quantize to MXFP8 and NVFP4; ``block_scaled.py`` launches them.
 
-One kernel makes a tile in one of several ways (``producers.py``) and quantizes it to one of several
+One kernel makes a tile in one of several ways (``producers.py``) and quantizes it to one of the
 formats, in one or both orientations. Only NVFP4 needs to know something of the whole tensor first,
 its amaxes.
 """
@@ -14,20 +14,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .block_tiles import quantize_block_tile, quantize_mxfp8_tile
+from .block_tiles import quantize_mxfp8_tile
 from .common import maximum_dropping_nan, reduce_partials
 from .launch import launched
 from .nvfp4_blocks import blocks_down_columns, hadamard_transform, largest_of_tiles
 from .nvfp4_tiles import quantize_nvfp4_tile
-from .producers import source_tiles, tile_position
+from .producers import grouped_tile_position, source_tiles, tile_position
 from .tiles import load_tile, store_tile, widen
 
 
 @triton.jit
 def finish_tile(
-    v, y, sums, row, col, row_scale, col_scale, row_amax, col_amax, rng, eps, tm, tn, first, M, N,
-    limit_n, WRITE_Y: tl.constexpr, BIAS_GRAD: tl.constexpr, KIND: tl.constexpr, FMT: tl.constexpr,
-    POW2: tl.constexpr, LARGEST: tl.constexpr, DIM: tl.constexpr, SWIZZLED: tl.constexpr,
+    v, x, y, sums, row, col, row_scale, col_scale, row_amax, col_amax, rng, tm, tn, first, M, N,
+    limit_n, IN_MEMORY: tl.constexpr, WRITE_Y: tl.constexpr, BIAS_GRAD: tl.constexpr,
+    KIND: tl.constexpr, FMT: tl.constexpr, DIM: tl.constexpr, SWIZZLED: tl.constexpr,
     RHT: tl.constexpr, SIGN_MASK: tl.constexpr, STOCHASTIC: tl.constexpr,
     ROW_SCALED: tl.constexpr, FOUR_SIX: tl.constexpr, E4M3_MAX: tl.constexpr, ROW: tl.constexpr,
     COL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -40,21 +40,16 @@ def finish_tile(
             store_tile(y, v, rm, rn, N, M, limit_n)
         if BIAS_GRAD:
             tl.store(sums + tm * N + rn, tl.sum(widen(v), 0), mask=rn < limit_n)
-    if KIND == "block":
-        quantize_block_tile(
-            v, row, col, row_scale, col_scale, eps, tm, tn, first, M, N, limit_n,
-            FMT, POW2, LARGEST, DIM, ROW, COL,
-        )  # fmt: skip
-    elif KIND == "mxfp8":
+    if KIND == "mxfp8":
         quantize_mxfp8_tile(
             v, row, col, row_scale, col_scale, tm, tn, first, M, N, limit_n,
             FMT, DIM, SWIZZLED, ROW, COL, BM, BN,
         )  # fmt: skip
     else:
         quantize_nvfp4_tile(
-            v, row, col, row_scale, col_scale, row_amax, col_amax, rng, tm, tn, first, M, N,
-            limit_n, DIM, SWIZZLED, RHT, SIGN_MASK, STOCHASTIC, ROW_SCALED, FOUR_SIX, E4M3_MAX,
-            ROW, COL, BM, BN,
+            v, x, row, col, row_scale, col_scale, row_amax, col_amax, rng, tm, tn, first, M, N,
+            limit_n, IN_MEMORY, DIM, SWIZZLED, RHT, SIGN_MASK, STOCHASTIC, ROW_SCALED, FOUR_SIX,
+            E4M3_MAX, ROW, COL, BM, BN,
         )  # fmt: skip
 
 
@@ -93,7 +88,6 @@ def quantize_tiles_kernel(
     col_partials,
     n_col_partials,
     rng,
-    eps,
     M,
     F,
     SOURCE: tl.constexpr,
@@ -107,8 +101,6 @@ def quantize_tiles_kernel(
     BIAS_GRAD: tl.constexpr,
     KIND: tl.constexpr,
     FMT: tl.constexpr,
-    POW2: tl.constexpr,
-    LARGEST: tl.constexpr,
     DIM: tl.constexpr,
     SWIZZLED: tl.constexpr,
     UNROUNDED: tl.constexpr,
@@ -122,6 +114,8 @@ def quantize_tiles_kernel(
     COL: tl.constexpr,
     ROW_BP: tl.constexpr,
     COL_BP: tl.constexpr,
+    IN_MEMORY: tl.constexpr,
+    GROUP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -140,10 +134,15 @@ def quantize_tiles_kernel(
                 tl.store(col_amax, col_a)
     # After another pass the end of the input is in the L2 cache: begin there.
     SECOND: tl.constexpr = KIND == "nvfp4" or SOURCE == "norm"
-    tm, tn = tile_position(tl.num_programs(0) - 1 - pid if SECOND else pid, F, BN)
+    tile = tl.num_programs(0) - 1 - pid if SECOND else pid
+    if GROUP > 1:
+        tm, tn = grouped_tile_position(tile, M, F, GROUP, BM, BN)
+    else:
+        tm, tn = tile_position(tile, F, BN)
     rm = tm * BM + tl.arange(0, BM)
     rn = tn * BN + tl.arange(0, BN)
     if SOURCE == "load":
+        # With IN_MEMORY the formats load for themselves, and the compiler drops this.
         v = load_tile(x, rm, rn, F, M, F)
         second = v
     else:
@@ -162,23 +161,23 @@ def quantize_tiles_kernel(
     HALVES: tl.constexpr = SOURCE == "gradient" and GATED
     N = F + F if HALVES else F
     finish_tile(
-        v, y, sums, row, col, row_scale, col_scale, row_a, col_a, rng, eps, tm, tn, 0, M, N, F,
-        WRITE_Y, BIAS_GRAD, KIND, FMT, POW2, LARGEST, DIM, SWIZZLED, RHT, SIGN_MASK, STOCHASTIC,
+        v, x, y, sums, row, col, row_scale, col_scale, row_a, col_a, rng, tm, tn, 0, M, N, F,
+        IN_MEMORY, WRITE_Y, BIAS_GRAD, KIND, FMT, DIM, SWIZZLED, RHT, SIGN_MASK, STOCHASTIC,
         ROW_SCALED, FOUR_SIX, E4M3_MAX, ROW, COL, BM, BN,
     )  # fmt: skip
     if HALVES:
         finish_tile(
-            second, y, sums, row, col, row_scale, col_scale, row_a, col_a, rng, eps, tm, tn, F, M,
-            N, N, WRITE_Y, BIAS_GRAD, KIND, FMT, POW2, LARGEST, DIM, SWIZZLED, RHT, SIGN_MASK,
-            STOCHASTIC, ROW_SCALED, FOUR_SIX, E4M3_MAX, ROW, COL, BM, BN,
+            second, x, y, sums, row, col, row_scale, col_scale, row_a, col_a, rng, tm, tn, F, M, N,
+            N, IN_MEMORY, WRITE_Y, BIAS_GRAD, KIND, FMT, DIM, SWIZZLED, RHT, SIGN_MASK, STOCHASTIC,
+            ROW_SCALED, FOUR_SIX, E4M3_MAX, ROW, COL, BM, BN,
         )  # fmt: skip
 
 
 @triton.jit
 def fold_amaxes(plain, transformed, v, SIGN_MASK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """The two maxima [BM / 16, BN] with the magnitudes of a tile, and of the transformed tile."""
-    blocks = blocks_down_columns(v, BM, BN)
-    plain = maximum_dropping_nan(plain, largest_of_tiles([widen(u) for u in blocks]))
+    blocks = [widen(u) for u in blocks_down_columns(v, BM, BN)]
+    plain = maximum_dropping_nan(plain, largest_of_tiles(blocks))
     blocks = hadamard_transform(blocks, SIGN_MASK)
     return plain, maximum_dropping_nan(transformed, largest_of_tiles(blocks))
 

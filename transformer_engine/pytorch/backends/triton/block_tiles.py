@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantization of one tile to FP8 with scales of 128 (kind "block") or 32 values (MXFP8).
+"""Scales of 128 values (kind "block"), and quantization of one tile to MXFP8.
 
 A tile ``v [BM, BN]`` has the dtype of the tensor and is zero outside of it; ``tm`` and ``tn`` count
 tiles. Programs cover the rows and columns up to multiples of 128, so they also write the padding.
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .common import INTERPRETED, cast_to_fp8, scale_from_amax
-from .tiles import cast_to_words, store_tile, store_words, widen
+from .tiles import store_tile, widen
 
 
 @triton.jit
@@ -48,21 +48,8 @@ def spread_columns(m, R: tl.constexpr, C: tl.constexpr, S: tl.constexpr):
     return tl.reshape(tl.broadcast_to(m[:, :, None], [R, C, S]), [R, C * S])
 
 
-@triton.jit
-def rows_of_four(v, BM: tl.constexpr, BN: tl.constexpr):
-    """Four tiles [BM / 4, BN] that hold row 0 to 3 of every four adjacent rows.
-
-    Four bytes adjacent in the transpose then sit in one thread and move as one word (``tiles.py``).
-    """
-    v = tl.permute(tl.reshape(v, [BM // 4, 2, 2, BN]), [0, 3, 1, 2])
-    even, odd = tl.split(v)
-    v0, v2 = tl.split(even)
-    v1, v3 = tl.split(odd)
-    return v0, v1, v2, v3
-
-
 # ---------------------------------------------------------------------------------------------
-# Kind "block"; a tile is 128 x 128
+# Kind "block"; ``block_strips.py`` quantizes
 
 
 @triton.jit
@@ -102,45 +89,6 @@ def block_scale(amax, eps, FMT: tl.constexpr, POW2: tl.constexpr, LARGEST: tl.co
         s = scale_from_amax(amax, eps, FMT, POW2, LARGEST)
         inverse = reciprocal(s)
     return s, inverse
-
-
-@triton.jit
-def quantize_block_tile(
-    v, row, col, row_scale, col_scale, eps, tm, tn, first, M, N, limit_n,
-    FMT: tl.constexpr, POW2: tl.constexpr, LARGEST: tl.constexpr, DIM: tl.constexpr,
-    ROW: tl.constexpr, COL: tl.constexpr,
-):  # fmt: skip
-    """``first``, a multiple of 128, is added to the tile's columns; they end at limit_n <= N."""
-    B: tl.constexpr = 128
-    rm = tm * B + tl.arange(0, B)
-    rn = first + tn * B + tl.arange(0, B)
-    kb = first // B + tn
-    u = widen(v)
-    eps = tl.cast(eps, tl.float32)
-    if DIM == 2:
-        amax = largest_along(largest_along(u, 1), 0)
-        s, inverse = block_scale(amax, eps, FMT, POW2, LARGEST)
-        row_s = s
-        col_s = s
-    if ROW:
-        if DIM == 2:
-            store_square_scale(row_scale, inverse, tm, kb, tl.cdiv(N, B))
-        else:
-            row_s, inverse = block_scale(largest_along(u, 1), eps, FMT, POW2, LARGEST)
-            # The scales of one column of blocks form a line.
-            store_line(row_scale, inverse, kb, rm, M, M)
-            row_s = row_s[:, None]
-        store_tile(row, cast_to_fp8(u * row_s, FMT), rm, rn, N, M, limit_n)
-    if COL:
-        if DIM == 2:
-            store_square_scale(col_scale, inverse, kb, tm, tl.cdiv(M, B))
-        else:
-            col_s, inverse = block_scale(largest_along(u, 0), eps, FMT, POW2, LARGEST)
-            store_line(col_scale, inverse, tm, rn, limit_n, N)
-            col_s = col_s[None, :]
-        quads = tm * (B // 4) + tl.arange(0, B // 4)
-        parts = [widen(part) * col_s for part in rows_of_four(v, B, B)]
-        store_words(cast_to_words(parts, FMT), col, quads, rn, M, limit_n, B)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from .common import cast_to_fp8, maximum_dropping_nan, prefetch_scale, quantization_scale
 from .launch import launched
-from .tiles import load_tile, rows_of_quads, store_fp8, tile_rows_and_columns
+from .tiles import load_tile, rows_of_quads, store_fp8, tile_rows_and_columns, widen
 
 
 @triton.jit
@@ -216,8 +216,15 @@ def norm_forward_long_kernel(
 def normalized_tile(
     x, mean, rstd, gain, shift, rm, rn, M, K, LAYER_NORM: tl.constexpr, HAS_BIAS: tl.constexpr
 ):
+    """``normalized`` rows rm and columns rn < K."""
+    v = load_tile(x, rm, rn, K, M, K)
+    return normalized(v, mean, rstd, gain, shift, rm, M, LAYER_NORM, HAS_BIAS)
+
+
+@triton.jit
+def normalized(v, mean, rstd, gain, shift, rm, M, LAYER_NORM: tl.constexpr, HAS_BIAS: tl.constexpr):
     """fp32 output from known statistics; +0 in rows beyond M."""
-    v = load_tile(x, rm, rn, K, M, K).to(tl.float32)
+    v = widen(v)
     if LAYER_NORM:
         v = v - tl.load(mean + rm, mask=rm < M, other=0.0)[:, None]
     rs = tl.load(rstd + rm, mask=rm < M, other=0.0)

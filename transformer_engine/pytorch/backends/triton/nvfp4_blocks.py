@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .common import INTERPRETED, maximum_dropping_nan
-from .tiles import widen
+from .tiles import load_tile, widen
 
 
 @triton.jit
@@ -46,6 +46,40 @@ def blocks_along_rows(v, BM: tl.constexpr, BN: tl.constexpr):
 def blocks_down_columns(v, BM: tl.constexpr, BN: tl.constexpr):
     """16 tiles [BM / 16, BN] of the tile [BM, BN]: rows 16 * i + 0 to 15."""
     return split_blocks(tl.permute(tl.reshape(v, [BM // 16, 2, 2, 2, 2, BN]), [0, 5, 1, 2, 3, 4]))
+
+
+@triton.jit
+def load_blocks_along_rows(x, rm, first, M, N, BN: tl.constexpr):
+    """16 fp32 tiles [rows, BN / 16] from memory: columns first + 16 * j + 0 to 15.
+
+    A thread loads a block of 16-bit values in pieces of 16 bytes, so that nothing is exchanged.
+    """
+    j = first + 16 * tl.arange(0, BN // 16)
+    mask = ((rm < M)[:, None] & (j < N)[None, :])[:, :, None]
+    begin = rm[:, None, None] * N + j[None, :, None]
+    out = ()
+    for piece in tl.static_range(2):
+        offsets = begin + (8 * piece + tl.arange(0, 8))[None, None, :]
+        v = widen(tl.load(x + offsets, mask=mask, other=0))
+        even, odd = tl.split(tl.reshape(v, [v.shape[0], BN // 16, 2, 2, 2]))
+        v00, v10 = tl.split(even)
+        v01, v11 = tl.split(odd)
+        v0, v4 = tl.split(v00)
+        v1, v5 = tl.split(v01)
+        v2, v6 = tl.split(v10)
+        v3, v7 = tl.split(v11)
+        out = out + (v0, v1, v2, v3, v4, v5, v6, v7)
+    return out
+
+
+@triton.jit
+def load_blocks_down_columns(x, first, rn, M, N, BM: tl.constexpr):
+    """16 tiles [BM / 16, columns] from memory: rows first + 16 * i + 0 to 15."""
+    rm = first + 16 * tl.arange(0, BM // 16)
+    out = ()
+    for i in tl.static_range(16):
+        out = out + (load_tile(x, rm + i, rn, N, M, N),)
+    return out
 
 
 @triton.jit
@@ -88,13 +122,13 @@ def round_to_bf16(a, b):
 
 @triton.jit
 def hadamard_transform(v, SIGN_MASK: tl.constexpr):
-    """fp32 of 16 bf16 tiles transformed as ``formats.hadamard`` says, in its order of the sums."""
+    """16 fp32 tiles transformed as ``formats.hadamard`` says, in its order of the sums."""
     u = ()
     for i in tl.static_range(16):
         if (SIGN_MASK >> i) & 1:
-            u = u + (widen(v[i]) * -0.25,)
+            u = u + (v[i] * -0.25,)
         else:
-            u = u + (widen(v[i]) * 0.25,)
+            u = u + (v[i] * 0.25,)
     u = butterfly(butterfly(butterfly(butterfly(u, 8), 4), 2), 1)
     out = ()
     for i in tl.static_range(0, 16, 2):

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .block_tiles import largest_along, reciprocal, spread_columns, spread_rows
 from .common import FLOAT32_MAX, INTERPRETED, cast_to_fp8_by_bits
-from .fp4_codes import fp4_code, fp4_code_to_float
+from .fp4_codes import clamped_magnitude
 
 
 @triton.jit
@@ -89,22 +89,51 @@ def sum_in_square(m, R: tl.constexpr, C: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def error_of_blocks(v, r, code, amax, SQUARED: tl.constexpr, E4M3_MAX: tl.constexpr):
-    """Sum of the errors of the blocks' values, one after the other."""
+def error_of_blocks(
+    v, r, code, amax, SQUARED: tl.constexpr, E4M3_MAX: tl.constexpr, ORDINARY: tl.constexpr
+):
+    """Sum of the errors of the blocks' values, one after the other.
+
+    With ORDINARY no value overflows and none but 0 is tiny, so a division takes three
+    instructions (an interpreter has no fma).
+    """
+    limit: tl.constexpr = 6.0 * E4M3_MAX
     s = e4m3_to_float(code)
     total = tl.zeros_like(r)
     for i in tl.static_range(16):
-        value = fp4_code_to_float(fp4_code(v[i] * r)) * s * amax
-        error = tl.div_rn(value, tl.full(value.shape, 6.0 * E4M3_MAX, tl.float32)) - v[i]
+        # Magnitudes will do: a value has the sign of its code.
+        a = clamped_magnitude(v[i] * r)
+        # Adding 2^22 times the power of two in a number of 1 or more rounds it to two bits.
+        power = tl.where(a > 1.0, a, 1.0).to(tl.int32, bitcast=True) & 0x7F800000
+        magic = (power + 0x0B000000).to(tl.float32, bitcast=True)
+        value = ((a + magic) - magic) * s * amax
+        if ORDINARY and not INTERPRETED:
+            # The quotient, rounded to nearest: checked for every fp32 mantissa.
+            q = value * (1.0 / limit)
+            q = tl.fma(tl.fma(-q, tl.full(q.shape, limit, tl.float32), value), 1.0 / limit, q)
+        else:
+            q = tl.div_rn(value, tl.full(value.shape, limit, tl.float32))
+        error = q - tl.abs(v[i])
         # Compiled without contraction to fma (see the launch).
         total += error * error if SQUARED else tl.abs(error)
     return total
 
 
 @triton.jit
+def errors_of_candidates(
+    v, r4, code4, r6, code6, amax, SQUARED: tl.constexpr, E4M3_MAX: tl.constexpr,
+    ORDINARY: tl.constexpr,
+):  # fmt: skip
+    """Errors with either scale."""
+    error4 = error_of_blocks(v, r4, code4, amax, SQUARED, E4M3_MAX, ORDINARY)
+    error6 = error_of_blocks(v, r6, code6, amax, SQUARED, E4M3_MAX, ORDINARY)
+    return error4, error6
+
+
+@triton.jit
 def four_or_six(
     v, b, encode, decode, amax, R: tl.constexpr, C: tl.constexpr, AXIS: tl.constexpr,
-    DIM: tl.constexpr, MODE: tl.constexpr, E4M3_MAX: tl.constexpr,
+    DIM: tl.constexpr, MODE: tl.constexpr, E4M3_MAX: tl.constexpr, AMAX_IS_SCALAR: tl.constexpr,
 ):  # fmt: skip
     """Scale bytes and multipliers of the candidate with the smaller error, 6 where equal."""
     base = tl.div_rn(b, tl.full(b.shape, 6.0, tl.float32)) * encode
@@ -112,8 +141,20 @@ def four_or_six(
     code6 = e4m3_code(base)
     r4 = value_multiplier(code4, decode)
     r6 = value_multiplier(code6, decode)
-    error4 = error_of_blocks(v, r4, code4, amax, MODE == 2, E4M3_MAX)
-    error6 = error_of_blocks(v, r6, code6, amax, MODE == 2, E4M3_MAX)
+    if AMAX_IS_SCALAR:
+        smallest = amax
+        largest = amax
+    else:
+        smallest = tl.min(tl.min(amax, 1), 0)
+        largest = tl.max(tl.max(amax, 1), 0)
+    if (smallest > 1e-18) & (largest < 1e30):
+        error4, error6 = errors_of_candidates(
+            v, r4, code4, r6, code6, amax, MODE == 2, E4M3_MAX, True
+        )
+    else:
+        error4, error6 = errors_of_candidates(
+            v, r4, code4, r6, code6, amax, MODE == 2, E4M3_MAX, False
+        )
     if DIM == 2:
         error4 = sum_in_square(error4, R, C, AXIS)
         error6 = sum_in_square(error6, R, C, AXIS)

@@ -51,13 +51,35 @@ def store_tile(x, v, rm, rn, stride, M, N):
 
 
 @triton.jit
-def widen(v):
-    """fp32 of ``v``; of bf16 by a shift, which also an interpreter does without error."""
+def widen_single(v):
+    """``widen`` for bf16 tiles that were taken apart: of pairs, the compiler moves the halves."""
     if v.dtype == tl.bfloat16:
         bits = v.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
         w = bits.to(tl.float32, bitcast=True)
     else:
         w = v.to(tl.float32)
+    return w
+
+
+@triton.jit
+def widen(v):
+    """fp32 of ``v``, exactly; an interpreter converts bf16 by a shift without error."""
+    if v.dtype != tl.bfloat16:
+        w = v.to(tl.float32)
+    elif INTERPRETED:
+        bits = v.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        w = bits.to(tl.float32, bitcast=True)
+    else:
+        # One instruction a value; the compiler moves every second one before it shifts it.
+        bits = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
+            "=r,=r,r",
+            [v],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=2,
+        )
+        w = bits.to(tl.float32, bitcast=True)
     return w
 
 
