@@ -9,6 +9,7 @@ from typing import Callable
 
 import torch
 
+from ..core import delayed_scaling
 from ..environment import constant_in_graphs
 from ..recompute import run_in_eager
 from ..torch_version import torch_version
@@ -35,6 +36,23 @@ def forward_mode() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+@constant_in_graphs
+def function_transform() -> bool:
+    """Whether a transform of torch.func is active; Dynamo, which enters it for real, asks for
+    real.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@constant_in_graphs
+def compiled_autograd() -> bool:
+    """Whether Dynamo will trace the backward pass as well."""
+    return (
+        torch._dynamo.config.compiled_autograd
+        or torch._dynamo.compiled_autograd.compiled_autograd_enabled
+    )
+
+
 def compile_obstacle(module, inp, *args, **kwargs) -> str:
     """Why this call of ``module`` can not be part of a compiled graph; empty if it can."""
     reason = torch_obstacle()
@@ -44,6 +62,16 @@ def compile_obstacle(module, inp, *args, **kwargs) -> str:
         return f"the input is a {type(inp).__name__}, not a torch.Tensor."
     if forward_mode():
         return "forward-mode differentiation (torch.func.jvp) has no rule for the module ops."
+    if function_transform():
+        # Of torch.func.grad Dynamo would make a constant: a second derivative of it would be 0.
+        return "torch.func transforms (grad, vjp, vmap, ...) have no rule for the module ops."
+    if torch.is_grad_enabled() and compiled_autograd():
+        # Of a compiled forward pass it loses the tensors that backward changes (torch 2.11, 2.13).
+        if delayed_scaling.REGION.rule != "" or getattr(module, "fuse_wgrad_accumulation", False):
+            return (
+                "compiled autograd passes on no tensors that a compiled backward pass changes:"
+                " scales of DelayedScaling, and main_grad of fuse_wgrad_accumulation=True."
+            )
     return module.call_obstacle(*args, **kwargs)
 
 

@@ -15,6 +15,7 @@ from ..core.plans import run_planned
 from ..core.wgrad import accumulate_fused, dummy_gradient
 from ..formats.layout import ScaleAndHistory
 from ..torch_version import is_exporting
+from .capability import forward_mode, function_transform
 from .custom_op import OPS, materialized, save_plan, saved_tensors, unchecked_slots
 
 
@@ -145,16 +146,29 @@ def _folding(k, function, cfg, *tensors):
     return function(k, cfg, *rest, ScaleAndHistory(scale, history))
 
 
-def _refuse_transforms(config: str) -> None:
-    """Quantization has no derivative that torch could push forward or batch over."""
-    forward_mode = torch.autograd.forward_ad._current_level >= 0
-    if "x=" in config and (
-        forward_mode or torch._C._functorch.peek_interpreter_stack() is not None
-    ):
-        raise RuntimeError(
-            "Forward-mode differentiation and torch.func transforms are not supported inside of"
-            " te.autocast: quantization has no such derivative. Leave te.autocast for this call."
-        )
+_NO_TRANSFORM = (
+    "Forward-mode differentiation and torch.func transforms are not supported inside of"
+    " te.autocast: quantization has no such derivative. Leave te.autocast for this call."
+)
+_NO_TRANSFORM_WITH_GRADIENTS = (
+    "torch.func transforms (grad, vjp, jvp, vmap and what is made of them) have no rule for modules"
+    " that record a graph for backward. For gradients use y.backward() or torch.autograd.grad"
+    " instead of torch.func.grad and torch.func.vjp; for torch.func.vmap and torch.func.jvp freeze"
+    " the module first: module.requires_grad_(False)."
+)
+
+
+def _refuse_transforms(config: str, train: bool) -> None:
+    """Quantization has no derivative that torch could push forward or batch over, and
+    ``ModuleFunction`` none that torch.func could differentiate.
+    """
+    if function_transform():
+        if train:
+            raise RuntimeError(_NO_TRANSFORM_WITH_GRADIENTS)
+        if "x=" in config:
+            raise RuntimeError(_NO_TRANSFORM)
+    elif not train and "x=" in config and forward_mode():
+        raise RuntimeError(_NO_TRANSFORM)
 
 
 def run_module_op(
@@ -179,6 +193,7 @@ def run_module_op(
     ``main_grads``; ``store`` takes the operands of weight gradients that are put off. Returns
     ``(y[, ln_out], *amaxes)``; an amax is None unless delayed scaling records it.
     """
+    _refuse_transforms(config, train)
     # An exported program holds the op itself, which has its own autograd: export would lose that of
     # a Function (strict), or trace what it saves.
     if train and not is_exporting():
@@ -186,7 +201,5 @@ def run_module_op(
             name, config, want, fwd_history, *bwd_state, fused, store, *tensors, *main_grads
         )
     # Otherwise nothing needs a gradient: no autograd node, nothing kept.
-    if not torch.compiler.is_compiling():
-        _refuse_transforms(config)
     op = OPS[name]
     return _visible(op, _run(op.forward_op, op.forward, config, tensors, fwd_history), want)
