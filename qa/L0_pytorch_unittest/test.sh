@@ -41,4 +41,6 @@ fi
 import torch, transformer_engine
 device = torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'
 print(f'transformer_engine {transformer_engine.__version__}, torch {torch.__version__}, {device}, $workers workers')"
+export TE_FEATURE_REPORT="${TE_FEATURE_REPORT:-$repo/.venv/features.json}"  # for build_tools/feature_table.py
+mkdir -p "$(dirname "$TE_FEATURE_REPORT")"
 exec "$python" -m pytest tests/pytorch -q ${parallel[@]+"${parallel[@]}"} --durations=10 "$@"

@@ -7,10 +7,35 @@ import pytest
 import torch
 from torch._C._dynamo import guards
 
+import feature_report
+
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 # Test processes that run side by side would wait for each other's threads most of the time.
 torch.set_num_threads(1)
+
+
+def pytest_configure(config):
+    """Markers of these tests."""
+    config.addinivalue_line(
+        "markers",
+        "feature(name, modes, modules, no, others, other_modules): a row of docs/features.rst",
+    )
+
+
+def pytest_collection_modifyitems(items):
+    """See feature_report.py, also for the two below."""
+    feature_report.attach(items)
+
+
+def pytest_runtest_logreport(report):
+    """For each phase of each test."""
+    feature_report.record(report)
+
+
+def pytest_sessionfinish(session):
+    """After the last test."""
+    feature_report.write(session)
 
 
 @pytest.fixture(params=DEVICES)

@@ -43,6 +43,7 @@ class EveryRecipe(torch.nn.Module):
         return tuple(model(x) for model in self.models)
 
 
+@pytest.mark.feature("AOTInductor package", modes=("exported",), others="a form of export")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
 def test_package_in_a_fresh_process(device, tmp_path):
     """Each recipe, a dynamic batch, the leaf ops called by the package's C++ code."""

@@ -87,6 +87,13 @@ def copied_package(folder, comment=""):
     return folder
 
 
+@pytest.mark.feature(
+    "compile caches in a second process",
+    modes=("compiled",),
+    modules=("LayerNormMLP",),
+    others="not compiled by Inductor",
+    other_modules="independent of the module",
+)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler for the CPU")
 def test_second_process_finds_compiled_code(tmp_path):
     """Equal sources: everything is found, with equal bits. Other sources: nothing is."""

@@ -61,6 +61,10 @@ def columnwise_of(program):
 # --- inference -----------------------------------------------------------------------------------
 
 
+@pytest.mark.feature("dynamic batch", modes=("exported",))
+@pytest.mark.feature(
+    "torch.export, strict and not, dynamic batch", modes=("exported",), others="a form of export"
+)
 @STRICT
 @pytest.mark.parametrize("kind", MODULES)
 def test_module(kind, strict, device):
@@ -74,6 +78,7 @@ def test_module(kind, strict, device):
     assert_equal_programs(model, (program, lowered), device)
 
 
+@pytest.mark.feature("torch.export of every recipe", modes=("exported",), others="a form of export")
 @pytest.mark.parametrize("recipe", ALL_RECIPES)
 def test_model_under_every_recipe(recipe, device):
     """A model that opens its own autocast; no leaf op makes anything for a backward pass."""
@@ -135,6 +140,9 @@ def test_two_dynamic_dimensions(strict, device):
 # --- weights that were quantized before ----------------------------------------------------------
 
 
+@pytest.mark.feature(
+    "weight caching (is_first_microbatch)", modes=("exported",), modules=("LayerNormMLP",)
+)
 @STRICT
 @pytest.mark.parametrize("recipe", ("current", "delayed", "block", "mxfp8", "nvfp4"))
 def test_cached_weights_are_constants(recipe, strict, device):
@@ -148,6 +156,7 @@ def test_cached_weights_are_constants(recipe, strict, device):
     assert_equal_programs(model, (program,), device)
 
 
+@pytest.mark.feature("quantized primary weights", modes=("exported",), modules=("LayerNormMLP",))
 @pytest.mark.parametrize("recipe", ("current", "delayed", "block", "mxfp8", "nvfp4"))
 def test_quantized_primary_weights(recipe, device):
     """Weights that exist only as bytes are exported as bytes."""
@@ -179,6 +188,11 @@ def state_copy(model):
     return [getattr(state, field).clone() for state in states for field in STATE]
 
 
+@pytest.mark.feature(
+    "gradients of an exported program",
+    modes=("exported",),
+    no="DelayedScaling: a program has no state, so no backward scales that training could renew",
+)
 @STRICT
 @pytest.mark.parametrize("grad", (False, True), ids=("no_grad", "grad"))
 def test_delayed_scaling_is_exported_with_its_scales(grad, strict, device, tmp_path):
@@ -218,6 +232,9 @@ def test_training_goes_on_after_an_export(device):
 # --- training graphs -----------------------------------------------------------------------------
 
 
+@pytest.mark.feature(
+    "gradients of an exported program", modes=("exported",), others="a form of export"
+)
 @STRICT
 @pytest.mark.parametrize("recipe", ("none", "current", "block", "mxfp8", "nvfp4", "mxfp8_dq"))
 def test_gradients(recipe, strict, device):
@@ -265,6 +282,9 @@ print("done")
 """
 
 
+@pytest.mark.feature(
+    "saved programs in a fresh process", modes=("exported",), others="a form of export"
+)
 def test_programs_run_in_a_fresh_process(device, tmp_path):
     """Saved programs need nothing but the package, and no recipe."""
     wanted = {}

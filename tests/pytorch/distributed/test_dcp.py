@@ -182,6 +182,11 @@ def found(tmp_path_factory):
     return processes.run_checks("test_dcp", path), path
 
 
+@pytest.mark.feature(
+    "distributed checkpoints",
+    modes=("eager",),
+    others="saved and loaded outside of compiled and exported code",
+)
 @needs_distributed
 @pytest.mark.parametrize("label", CHECKS)
 def test_two_processes(found, label):

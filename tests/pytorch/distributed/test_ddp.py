@@ -177,6 +177,9 @@ def found(tmp_path_factory):
     return processes.run_checks("test_ddp", tmp_path_factory.mktemp("ddp"))
 
 
+@pytest.mark.feature(
+    "DDP", modes=("eager", "compiled"), others="part of training, not of an exported program"
+)
 @needs_distributed
 @pytest.mark.parametrize("label", CHECKS)
 def test_two_processes(found, label):

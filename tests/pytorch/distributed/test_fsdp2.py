@@ -335,6 +335,9 @@ def found(tmp_path_factory):
     return processes.run_checks("test_fsdp2", tmp_path_factory.mktemp("fsdp2"))
 
 
+@pytest.mark.feature(
+    "FSDP2", modes=("eager", "compiled"), others="part of training, not of an exported program"
+)
 @needs_distributed
 @pytest.mark.parametrize("label", CHECKS)
 def test_two_processes(found, label):

@@ -148,6 +148,7 @@ def torch_autocast_inside(module, x, recipe):
         return with_recipe(module, x, recipe)
 
 
+@pytest.mark.feature("torch.autocast around or inside", modes=("eager", "compiled"))
 @pytest.mark.parametrize("place", ("inside", "around", "around_backward_too"))
 @pytest.mark.parametrize("kind,recipe", CASES)
 def test_torch_autocast(kind, recipe, place, device):

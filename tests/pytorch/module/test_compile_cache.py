@@ -129,6 +129,7 @@ def modes_of(kind):
     return (False, True) if kind == "LayerNormLinear" else (True, False)
 
 
+@pytest.mark.feature("weight caching (is_first_microbatch)", modes=("eager", "compiled"))
 @pytest.mark.parametrize("deferred", (False, True), ids=("immediate", "deferred"))
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", GEMM_MODULES)

@@ -51,6 +51,7 @@ def steps(twins, shapes, recipe, device, **options):
     return counts
 
 
+@pytest.mark.feature("dynamic batch", modes=("eager", "compiled"))
 @pytest.mark.parametrize("kind,recipe", CASES)
 def test_mark_dynamic(kind, recipe, device):
     """One graph for all batches, one more for a single row, one more for none."""
@@ -173,6 +174,7 @@ LAYOUTS = [
 LAYOUTS += [("LayerNormMLP", layout, "inductor") for layout in ("transposed", "expanded")]
 
 
+@pytest.mark.feature("inputs that are not contiguous", modes=("eager", "compiled"))
 @pytest.mark.parametrize("kind,layout,backend", LAYOUTS)
 def test_non_contiguous_input(kind, layout, backend, device):
     """Any strides of the input give the same bits, and the gradient arrives at its owner."""

@@ -105,6 +105,11 @@ FROZEN_CASES = [(kind, part, True) for kind, parts in FROZEN.items() for part in
 FROZEN_CASES += [(kind, part, False) for kind, parts in FROZEN.items() for part in (parts[0], "")]
 
 
+@pytest.mark.feature(
+    "frozen parameters",
+    modes=("eager", "compiled"),
+    others="part of training, not of an exported program",
+)
 @pytest.mark.parametrize("kind,part,x_grad", FROZEN_CASES)
 def test_frozen_parameters(kind, part, x_grad, device):
     """Exactly the gradients that are wanted, with and without the input's."""
@@ -143,6 +148,11 @@ TOGGLED = [(*case, "aot_eager") for case in FEW] + [("LayerNormMLP", "current", 
 TOGGLED += [("LayerNormMLP", "nvfp4", "aot_eager")]
 
 
+@pytest.mark.feature(
+    "requires_grad switched between calls",
+    modes=("eager", "compiled"),
+    others="part of training, not of an exported program",
+)
 @pytest.mark.parametrize("kind,recipe,backend", TOGGLED)
 def test_requires_grad_toggled_after_compilation(kind, recipe, backend, device):
     """Freezing and unfreezing is noticed by compiled code, on every torch version."""
@@ -202,6 +212,11 @@ def test_parameters_replaced(kind, recipe, device):
 # --- several backward passes ----------------------------------------------------------------------
 
 
+@pytest.mark.feature(
+    "gradient accumulation",
+    modes=("eager", "compiled"),
+    others="part of training, not of an exported program",
+)
 @pytest.mark.parametrize("kind,recipe", FEW + FORMATS)
 def test_accumulation(kind, recipe, device):
     """Gradients add up over backward passes without zero_grad."""
@@ -226,6 +241,11 @@ DEFERRED = [(*case, order) for case in FEW for order in ("in_order", "reversed",
 DEFERRED += [(*case, "mixed") for case in FORMATS]
 
 
+@pytest.mark.feature(
+    "several forward passes before their backward",
+    modes=("eager", "compiled"),
+    others="part of training, not of an exported program",
+)
 @pytest.mark.parametrize("kind,recipe,order", DEFERRED)
 def test_deferred_backward(kind, recipe, order, device):
     """Several forward passes first, then the backward passes in any order (pipelines)."""

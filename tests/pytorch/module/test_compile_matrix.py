@@ -60,6 +60,9 @@ def train(module, recipe, device, dtype=BF16, backend="aot_eager"):
     assert graphs() == 1
 
 
+@pytest.mark.feature(
+    "options (bias, activation, zero-centred gamma, returned outputs)", modes=("eager", "compiled")
+)
 @pytest.mark.parametrize("index", range(len(FLAGS)), ids=[named(flags) for flags in FLAGS])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ("LayerNormLinear", "LayerNormMLP"))
@@ -78,6 +81,9 @@ OTHER_FLAGS = [
 ]
 
 
+@pytest.mark.feature(
+    "options (bias, activation, zero-centred gamma, returned outputs)", modes=("eager", "compiled")
+)
 @pytest.mark.parametrize("kind,recipe,index", OTHER_FLAGS)
 def test_flags_of_other_recipes(kind, recipe, index, device):
     """As `test_flags`."""
@@ -125,6 +131,7 @@ DTYPE_CASES += [
 ]
 
 
+@pytest.mark.feature("fp32 and fp16", modes=("eager", "compiled"))
 @pytest.mark.parametrize("kind,recipe,dtype", DTYPE_CASES)
 def test_dtypes(kind, recipe, dtype, device):
     """The other activation dtypes; FP8 GEMMs of fp32 modules add a bf16 bias."""
@@ -139,6 +146,11 @@ def test_norms(kind, flags, dtype, device):
     train(build(kind, device, dtype=dtype, **flags), "none", device, dtype)
 
 
+@pytest.mark.feature(
+    "split parameters",
+    modes=("eager", "compiled"),
+    other_modules="the module has no such option",
+)
 @pytest.mark.parametrize("recipe", ("none", "current"))
 @pytest.mark.parametrize("split", (("q", "k", "v"), {"q": 32, "kv": 16}), ids=("names", "sizes"))
 @pytest.mark.parametrize("kind", ("Linear", "LayerNormLinear"))
@@ -152,6 +164,11 @@ INDUCTOR += [("LayerNormMLP", recipe) for recipe in ("block", "mxfp8", "nvfp4", 
 INDUCTOR += [("LayerNormLinear", "nvfp4_row_scaled"), ("Linear", "custom_two_formats")]
 
 
+@pytest.mark.feature(
+    "forward and backward through Inductor",
+    modes=("eager", "compiled"),
+    others="see gradients of an exported program",
+)
 @pytest.mark.parametrize("kind,recipe", INDUCTOR)
 def test_inductor(kind, recipe, device):
     """The default backend: C++ on the CPU, Triton on CUDA."""

@@ -204,6 +204,11 @@ def checkpointed(module, x, recipe):
         return checkpoint(module, x, use_reentrant=False)
 
 
+@pytest.mark.feature(
+    "torch.utils.checkpoint",
+    modes=("eager", "compiled"),
+    others="part of training, not of an exported program",
+)
 @pytest.mark.parametrize("place", ("inside", "around"))
 @pytest.mark.parametrize("recipe", ("none", "current"))
 @pytest.mark.parametrize("kind", GEMM_MODULES)

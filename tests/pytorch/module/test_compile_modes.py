@@ -56,6 +56,11 @@ def inference(twins, context, x, recipe):
         module.train()
 
 
+@pytest.mark.feature(
+    "training and inference in turn",
+    modes=("eager", "compiled"),
+    others="not a property of an exported program",
+)
 @pytest.mark.parametrize("kind,recipe,backend", WITH_BACKEND)
 def test_training_and_inference_in_turn(kind, recipe, backend, device):
     """train, no_grad, eval, inference_mode and train again: one graph per mode, none is stale."""
@@ -160,6 +165,11 @@ def test_recipes_switched_between_calls(kind, device):
     assert counts == [1, 1, 2, 3, 3, 3, 3, 3]
 
 
+@pytest.mark.feature(
+    "recipes switched between calls",
+    modes=("eager", "compiled"),
+    others="the recipe of the export is in the program",
+)
 @pytest.mark.parametrize("kind", GEMM_MODULES)
 def test_formats_switched_between_calls(kind, device):
     """The same over the formats, a custom recipe among them."""

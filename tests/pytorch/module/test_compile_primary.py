@@ -56,6 +56,7 @@ CASES = [(recipe, kind) for recipe in RECIPES for kind in GEMM_MODULES]
 CASES += [(recipe, "LayerNormMLP") for recipe in (*OTHERS, *OVERRIDES)]
 
 
+@pytest.mark.feature("quantized primary weights", modes=("eager", "compiled"))
 @pytest.mark.parametrize("recipe,kind", CASES)
 def test_training(recipe, kind, device):
     """Three steps with an optimizer in one graph."""

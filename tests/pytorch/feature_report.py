@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests show about features, for docs/features.rst (build_tools/feature_table.py makes it).
+
+``@pytest.mark.feature(name, modes=..., modules=..., no=..., others=..., other_modules=...)`` is
+what a test shows if it passes: that the feature works, or, with ``no``, why it is refused.
+
+- ``modes``: of "eager", "compiled", "exported"
+- ``modules``: all three by default; a test with a parameter ``kind`` speaks for that module alone
+- ``others``: why the feature is not tested in the modes that are left; ``other_modules``: in the
+  modules that are left
+
+With TE_FEATURE_REPORT=FILE in the environment a run writes a JSON list of these claims, each with
+the outcome of its test ("collected" with ``--collect-only``). Works with pytest-xdist as well.
+"""
+
+import json
+import os
+from pathlib import Path
+
+MODULES = ("Linear", "LayerNormLinear", "LayerNormMLP")
+MODES = ("eager", "compiled", "exported")
+_VARIABLE = "TE_FEATURE_REPORT"
+_found = []
+
+
+def claims_of(item):
+    """The claims of a collected test, without an outcome."""
+    parameters = getattr(item, "callspec", None)
+    kind = parameters.params.get("kind") if parameters else None
+    for mark in item.iter_markers("feature"):
+        name, options = mark.args[0], mark.kwargs
+        modules = options.get("modules", (kind,) if kind is not None else MODULES)
+        assert set(options["modes"]) <= set(MODES), f"{item.nodeid}: modes of {name}"
+        yield {
+            "feature": name,
+            "modules": [module for module in modules if module in MODULES],
+            "modes": list(options["modes"]),
+            "no": options.get("no", ""),
+            "others": options.get("others", ""),
+            "other_modules": options.get("other_modules", ""),
+        }
+
+
+def attach(items):
+    """Let the reports of tests carry their claims, also out of worker processes."""
+    for item in items:
+        for claim in claims_of(item):
+            item.user_properties.append(("feature", claim))
+
+
+def record(report):
+    """Keep what a finished test showed."""
+    if report.when == "call" or report.outcome != "passed":
+        for name, claim in report.user_properties:
+            if name == "feature":
+                _found.append({**claim, "outcome": report.outcome})
+
+
+def write(session):
+    """Write the file that the environment names; workers leave it to the main process."""
+    target = os.environ.get(_VARIABLE)
+    if not target or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    found = _found
+    if session.config.option.collectonly:
+        found = [
+            {**claim, "outcome": "collected"} for item in session.items for claim in claims_of(item)
+        ]
+    unique = sorted({json.dumps(claim, sort_keys=True) for claim in found})
+    Path(target).write_text("[\n" + ",\n".join(unique) + "\n]\n", encoding="utf-8")
