@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures for all tests of transformer_engine.pytorch."""
 
+import os
 import sys
 
 import pytest
@@ -10,6 +11,8 @@ from torch._C._dynamo import guards
 import feature_report
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+if os.environ.get("TEST_DEVICE"):  # run the tests of one of them only
+    DEVICES = [os.environ["TEST_DEVICE"]]
 
 # Test processes that run side by side would wait for each other's threads most of the time.
 torch.set_num_threads(1)
