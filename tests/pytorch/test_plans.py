@@ -9,6 +9,7 @@ import torch
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import (
+    CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -132,6 +133,126 @@ def test_a_step_between_leaf_ops_is_not_lost(device):
     assert refused() == 1 and planned() == 0
     for result in results[1:]:
         assert torch.equal(result[0], results[0][0])
+
+
+def shared_steps(device, recipe, share) -> list:
+    """Five steps of a LayerNormLinear, of which ``share(module, x, step)`` decides what it shares;
+    it returns the input and the gradients of both outputs.
+    """
+    torch.manual_seed(0)
+    module = te.LayerNormLinear(
+        64, 64, return_layernorm_output=True, device=device, params_dtype=torch.bfloat16
+    )
+    with torch.no_grad():
+        for param in module.parameters():
+            param.normal_()
+    found = []
+    for step in range(5):
+        x = torch.randn(64, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+        grads = [torch.randn_like(x) for _ in range(2)]
+        x, *grads = share(module, x, grads, step)
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            outputs = module(x)
+        torch.autograd.backward(outputs, grads)
+        found += [y.detach() for y in outputs]
+        found += [p.grad.clone() for p in module.parameters() if p.grad is not None]
+        module.zero_grad()
+    return found
+
+
+def _gradients(module, x, grads, step):
+    """One tensor is the gradient of both outputs, as in ``sum(outputs)``."""
+    del module
+    return (x, grads[0], grads[0]) if step < 3 else (x, *grads)
+
+
+def _weight_as_input(module, x, grads, step):
+    """The weight is also the input."""
+    return (module.weight if step < 3 else x, *grads)
+
+
+def _overlapping(module, x, grads, step):
+    """The input and a gradient overlap; before and afterwards they do not."""
+    del module
+    if step < 3:
+        memory = torch.cat([x.detach(), grads[0]])
+        x, grads[0] = memory[:64].requires_grad_(), memory[32:96]
+    return x, *grads
+
+
+def _parameters(module, x, grads, step):
+    """Norm and linear have one bias."""
+    if step == 0:
+        module.other = module.bias
+        module.bias = module.layer_norm_bias
+    if step == 3:
+        module.bias = module.other
+    return x, *grads
+
+
+@pytest.mark.parametrize("recipe", ["none", "delayed", "mxfp8"])
+@pytest.mark.parametrize("share", [_gradients, _weight_as_input, _overlapping, _parameters])
+def test_arguments_that_share_memory(device, share, recipe, without_plans):
+    """A plan that was recorded with such arguments serves those that share nothing."""
+    got = shared_steps(device, RECIPES[recipe], share)
+    assert planned() and not refused()
+    without_plans()
+    want = shared_steps(device, RECIPES[recipe], share)
+    for ours, theirs in zip(got, want):
+        assert torch.equal(ours, theirs)
+
+
+class Starting(te.Quantizer):
+    """Hands on what it gets, until its third call."""
+
+    calls = 0
+
+    def quantize_impl(self, tensor):
+        self.calls += 1
+        return tensor if self.calls < 3 else torch.zeros_like(tensor)
+
+    def update_quantized(self, src, dst, *, noop_flag=None):
+        raise AssertionError("nothing is quantized in place")
+
+    def make_empty(self, shape, **options):
+        raise AssertionError("nothing is allocated")
+
+
+def test_a_quantizer_of_the_user_runs_each_time(device):
+    """Also one that so far handed on its argument."""
+    quantizers = []
+
+    def factory(role):
+        del role
+        quantizers.append(Starting(rowwise=True, columnwise=True))
+        return quantizers[-1]
+
+    module = te.Linear(64, 64, bias=False, device=device)
+    recipe = CustomRecipe(qfactory=factory)
+    x = torch.randn(32, 64, device=device)
+    for step in range(4):
+        with torch.no_grad(), te.autocast(recipe=recipe):
+            y = module(x)
+        assert bool(y.any()) == (step < 2)
+    assert sorted(quantizer.calls for quantizer in quantizers)[-2:] == [4, 4]
+
+
+def test_a_plan_that_another_thread_drops(device, monkeypatch):
+    """Between finding it and saying that it was used."""
+    x = torch.randn(16, 64, device=device)
+
+    class Dropping(type(plans._PLANS)):
+        """Each plan is gone as soon as it was found."""
+
+        def get(self, key):
+            return super().pop(key, None)
+
+    for _ in range(2):
+        want = plans.run_planned(_cast, "", (), (x,))
+    assert planned() == 1
+    monkeypatch.setattr(plans, "_PLANS", Dropping(plans._PLANS))
+    assert torch.equal(plans.run_planned(_cast, "", (), (x,))[0], want[0])
+    assert not plans._PLANS
 
 
 def test_a_leaf_that_is_watched_runs(device, monkeypatch):

@@ -35,9 +35,12 @@ class Opaque(NamedTuple):
 
 
 class _Thread(threading.local):
-    """The list that this thread's leaf ops add to, or None."""
+    """What this thread records: ``steps``, the list that its leaf ops add to, or None; ``opaque``,
+    whether the function that calls them did something that must be done anew each time.
+    """
 
     steps: Optional[list] = None
+    opaque = False
 
 
 THREAD = _Thread()
@@ -47,3 +50,8 @@ def note(step: tuple) -> None:
     """Add a step, if somebody records this thread."""
     if THREAD.steps is not None:
         THREAD.steps.append(step)
+
+
+def refuse() -> None:
+    """Say that a function does something between its leaf ops that no recording can repeat."""
+    THREAD.opaque = True

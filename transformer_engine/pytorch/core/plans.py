@@ -46,15 +46,20 @@ def run_planned(function: Callable, static: Any, arguments: tuple, tensors: tupl
         return function(ops.EAGER, *arguments, *tensors)
     plan = _PLANS.get(key)
     if isinstance(plan, FunctionType):
-        _PLANS.move_to_end(key)
+        try:
+            _PLANS.move_to_end(key)
+        except KeyError:
+            pass  # another thread has just dropped it
         return plan(*tensors)
     if plan is None:
         _PLANS[key] = _SEEN
         if len(_PLANS) > _MOST:
             _PLANS.popitem(last=False)
     elif plan is _SEEN:
-        results, _PLANS[key] = _recorded(function, arguments, tensors)
-        return results
+        apart = _apart(tensors)
+        if apart is not None:
+            results, _PLANS[key] = _recorded(function, arguments, apart)
+            return results
     return function(ops.EAGER, *arguments, *tensors)
 
 
@@ -115,11 +120,38 @@ def _profiled() -> bool:
     return watched()
 
 
+def _apart(tensors: tuple) -> Optional[tuple]:
+    """``tensors``, of which no two share memory: a copy is in the place of one that does.
+
+    A recording tells its inputs apart by identity and address, and its plan serves calls whose
+    inputs share nothing. None where a copy would have another alignment than the call.
+    """
+    apart: list = []
+    taken: list = []
+    for tensor in tensors:
+        if tensor is not None:
+            start = tensor.data_ptr()
+            end = start + max(1, tensor.nbytes)
+            if any(start < other_end and other < end for other, other_end in taken):
+                if start % 16:
+                    return None
+                tensor = tensor.detach().clone()
+            else:
+                taken.append((start, end))
+        apart.append(tensor)
+    return tuple(apart)
+
+
 def _recorded(function: Callable, arguments: tuple, tensors: tuple) -> tuple:
     """The results of the call, and its plan or ``_REFUSED``."""
     recording = _Recording(tensors)
     leaves = {name: functools.partial(recording.leaf, name) for name in vars(ops.EAGER)}
-    results = function(SimpleNamespace(**leaves), *arguments, *tensors)
+    before, THREAD.opaque = THREAD.opaque, False
+    try:
+        results = function(SimpleNamespace(**leaves), *arguments, *tensors)
+        recording.refused |= THREAD.opaque
+    finally:
+        THREAD.opaque = before
     return results, recording.plan(results)
 
 
@@ -152,11 +184,12 @@ class _Recording:
 
     def leaf(self, name: str, *args):
         """Run a leaf op and write down its steps, or its call."""
-        THREAD.steps = steps = []
+        before, THREAD.steps = THREAD.steps, []
+        steps = THREAD.steps
         try:
             results = getattr(ops.EAGER, name)(*args)
         finally:
-            THREAD.steps = None
+            THREAD.steps = before
         self.kept.append((args, results, steps))
         try:
             if not (steps and self._inlined(steps, args, results)):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backends.recording import refuse
 from ..formats.layout import NOTHING, Quantized
 from ..tensor import QuantizedTensorStorage, Quantizer
 
@@ -78,6 +79,7 @@ def python_quantized(k, x: Tensor, quant: str, rowwise: bool, columnwise: bool) 
 
 
 def _values(quantizer: Quantizer, x: Tensor) -> Tensor:
+    refuse()  # it may count, draw, or hand on its argument
     with torch.no_grad():
         result: Any = quantizer.quantize(x)
         if isinstance(result, QuantizedTensorStorage) or not isinstance(result, Tensor):
