@@ -36,6 +36,25 @@ def run_pipeline(order, calls, recipe, device, seed):
     return results
 
 
+def test_passes_out_of_order(device):
+    """A pass that was captured later may have written where an earlier one kept something."""
+    module = build("Linear", device)
+    samples = ((sample_of(device),), (sample_of(device),))
+    first, second = graphed((module,), samples, _order=[1, 1, -1, -1])
+    x = random(ROWS, K, device=device)
+    y = first(x), second(x)
+    y[1].sum().backward()
+    with pytest.raises(RuntimeError, match="captured after it was replayed before it"):
+        y[0].sum().backward()
+    y = first(x), second(x)  # in order: as before
+    for out in y:
+        out.sum().backward()
+    keeping = graphed((module,), samples, _order=[1, 1, -1, -1], retain_graph_in_backward=True)
+    y = [unit(x) for unit in keeping]
+    for out in reversed(y):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize("reuse", (False, True))
 @pytest.mark.parametrize("recipe", ("none", "current", "delayed"))
 def test_interleaved_pipeline(recipe, reuse, device):

@@ -45,7 +45,7 @@ def test_one_module_twice_in_a_region(device):
         x = [random(ROWS, K, device=device, seed=seed + i).requires_grad_() for i in range(2)]
         with region(recipe):
             y = first(x[0]), second(x[1])
-        for i in (1, 0):  # the first use goes back last
+        for i in (0, 1):  # as captured
             y[i].backward(gradient(y[i], seed=seed))
         return [*(out.detach().clone() for out in y), *(t.grad for t in x)]
 

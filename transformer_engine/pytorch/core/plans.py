@@ -32,7 +32,7 @@ _PLANS: OrderedDict = OrderedDict()
 _SEEN, _REFUSED = object(), object()
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SELECT = ops.select
-_LEAVES = tuple(vars(ops.EAGER).values())
+_LEAVES = dict(vars(ops.EAGER))
 
 
 def run_planned(function: Callable, static: Any, arguments: tuple, tensors: tuple) -> Any:
@@ -65,6 +65,8 @@ def run_planned(function: Callable, static: Any, arguments: tuple, tensors: tupl
 
 def run_leaf(name: str, *args) -> Any:
     """The leaf op called ``name`` of `ops.PLANNED`, by its plan once there is one."""
+    if not _undisturbed():
+        return _LEAVES[name](*args)
     places = ops.PLANNED[name]
     tensors = tuple(args[i] for i in places)
     rest = tuple(arg for i, arg in enumerate(args) if i not in places)
@@ -87,13 +89,7 @@ _LEAF_FUNCTIONS = {name: _leaf_function(name, places) for name, places in ops.PL
 
 def _key(function: Callable, static: Any, tensors: tuple) -> Optional[tuple]:
     """What the steps depend on; None where nothing may be taken for granted."""
-    if (
-        not isinstance(function, FunctionType)
-        or ops.select is not _SELECT
-        or tuple(vars(ops.EAGER).values()) != _LEAVES
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-    ):
+    if not (isinstance(function, FunctionType) and _undisturbed()):
         return None
     key = [function, static, *forced_backends()]
     devices = set()
@@ -111,6 +107,16 @@ def _key(function: Callable, static: Any, tensors: tuple) -> Optional[tuple]:
     if device >= 0 and (device != torch._C._cuda_getDevice() or _profiled()):
         return None
     return (device, *key)
+
+
+def _undisturbed() -> bool:
+    """Whether leaf ops and backends are the package's own, and no transform is at work."""
+    return (
+        ops.select is _SELECT
+        and vars(ops.EAGER) == _LEAVES
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch.autograd.forward_ad._current_level < 0
+    )
 
 
 def _profiled() -> bool:

@@ -9,8 +9,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..core.config import decode_config
+from ..backends.registry import force_backend
 from ..core.delayed_scaling import record_backward, update_backward
-from ..core.ops import is_plain, kernels, outside_autocast, through_dispatcher
+from ..core.ops import EAGER, is_plain, kernels, outside_autocast, through_dispatcher
 from ..core.plans import run_planned
 from ..core.wgrad import accumulate_fused, dummy_gradient
 from ..formats.layout import ScaleAndHistory
@@ -135,6 +136,10 @@ def _run(registered, function, config: str, tensors, history=None):
     if through_dispatcher() or not is_plain(tensors[0]) or tensors[0].is_meta:
         return registered(*tensors, config)
     cfg = decode_config(config)
+    if function_transform() or forward_mode():
+        # Kernels of ours know no batched or dual tensors; plain torch does.
+        with force_backend("reference"):
+            return outside_autocast(function, EAGER, cfg, *tensors)
     if history is None or not isinstance(function, FunctionType):  # a stranger's that takes notes
         return outside_autocast(run_planned, function, config, (cfg,), tensors)
     how = (function, config), (function, cfg)
@@ -146,7 +151,7 @@ def _folding(k, function, cfg, *tensors):
     return function(k, cfg, *rest, ScaleAndHistory(scale, history))
 
 
-_NO_TRANSFORM = (
+NO_TRANSFORM = (
     "Forward-mode differentiation and torch.func transforms are not supported inside of"
     " te.autocast: quantization has no such derivative. Leave te.autocast for this call."
 )
@@ -166,9 +171,9 @@ def _refuse_transforms(config: str, train: bool) -> None:
         if train:
             raise RuntimeError(_NO_TRANSFORM_WITH_GRADIENTS)
         if "x=" in config:
-            raise RuntimeError(_NO_TRANSFORM)
+            raise RuntimeError(NO_TRANSFORM)
     elif not train and "x=" in config and forward_mode():
-        raise RuntimeError(_NO_TRANSFORM)
+        raise RuntimeError(NO_TRANSFORM)
 
 
 def run_module_op(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import contextmanager
 from typing import Any, Callable, Iterator, List, Optional, Sequence
 
@@ -83,11 +84,30 @@ def warm_up(
 
 def capture_all(units: Sequence[Unit], schedule: Schedule, pool: Any) -> None:
     """Capture all passes in their order."""
-    for event in schedule.events:
-        if event.forward:
-            units[event.unit].capture_forward(pool)
-        else:
-            units[event.unit].capture_backward(pool)
+    with no_collection():
+        for position, event in enumerate(schedule.events):
+            unit = units[event.unit]
+            unit.positions[event.forward], unit.siblings = position, list(units)
+            if event.forward:
+                unit.capture_forward(pool)
+            else:
+                unit.capture_backward(pool)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep Python from finding garbage while a graph is captured.
+
+    What it frees may be memory or a graph of CUDA, and that ends a capture with an error.
+    """
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -44,6 +44,17 @@ def check_backward(unit, number: int) -> None:
         )
 
 
+def check_order(unit) -> None:
+    """Raise RuntimeError if a pass that was captured later has been replayed since the forward."""
+    if unit.overwritten:
+        raise RuntimeError(
+            f"The backward pass of the graphed {type(unit.module).__name__} comes too late: one that"
+            " was captured after it was replayed before it, and has overwritten what it kept. Replay"
+            " passes in the order of the capture: the oldest microbatch goes back first, and layers"
+            " in reverse; or capture with another _order, or with retain_graph_in_backward=True."
+        )
+
+
 class GraphedStep(torch.autograd.Function):
     """Replays of a unit's two graphs, for autograd."""
 
@@ -52,6 +63,7 @@ class GraphedStep(torch.autograd.Function):
         for static, tensor in zip(unit.inputs, tensors):
             copy_into(static, tensor)
         unit.options.backend.replay(unit.forward_graph, replay.stream, replay.event)
+        unit.write(forward=True)
         unit.replays += 1
         ctx.unit, ctx.replay, ctx.number = unit, replay, unit.replays
         ctx.set_materialize_grads(False)
@@ -67,6 +79,7 @@ class GraphedStep(torch.autograd.Function):
     def backward(ctx, *grads):
         unit, replay = ctx.unit, ctx.replay
         check_backward(unit, ctx.number)
+        check_order(unit)
         given = iter(grads)
         for out, static in zip(unit.static_outputs, unit.grad_outputs):
             grad = next(given) if out is not None else None
@@ -77,6 +90,7 @@ class GraphedStep(torch.autograd.Function):
             else:
                 copy_into(static, grad)
         unit.options.backend.replay(unit.backward_graph, replay.stream, replay.event)
+        unit.write(forward=False)
         unit.put_off_by = ctx.number
         mark(unit.fused)
         for state in replay.states:

@@ -65,6 +65,12 @@ class Unit:  # pylint: disable=too-many-instance-attributes
         self.closed = False
         self.replays = 0  # of the forward graph
         self.put_off_by = 0  # the replay whose backward left weight gradients to `backward_dw`
+        self.siblings: List[Unit] = []  # that were captured together, and share memory
+        self.positions: dict = (
+            {}
+        )  # in the order of capture, of the forward (True) and backward pass
+        self.pending = False  # a forward pass waits for its backward pass
+        self.overwritten = False  # and will find other values than it kept
         self._forget()
 
     def _forget(self) -> None:
@@ -237,6 +243,16 @@ class Unit:  # pylint: disable=too-many-instance-attributes
         outputs = iter(GraphedStep.apply(self, replay, *inputs, *self.params))
         whole = [next(outputs) if isinstance(out, Tensor) else out for out in self.static_leaves()]
         return tree_unflatten(whole, self.output_tree)
+
+    def write(self, forward: bool) -> None:
+        """A pass is replayed: it writes where passes captured before it had given memory back."""
+        for other in self.siblings:
+            given_back = other.positions.get(False, len(self.siblings) * 2)
+            if other.pending and not other.options.retain_graph:
+                other.overwritten |= given_back < self.positions[forward]
+        self.pending = forward
+        if forward:
+            self.overwritten = False
 
     def static_leaves(self) -> List[Any]:
         """The outputs as captured: static tensors, and whatever else there is."""

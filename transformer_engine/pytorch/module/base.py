@@ -34,8 +34,9 @@ from ..custom_recipe import (
     custom_update_rule,
     register_module,
 )
+from ..dynamo.capability import function_transform
 from ..dynamo.custom_op import OPS
-from ..dynamo.module_function import run_module_op
+from ..dynamo.module_function import NO_TRANSFORM, run_module_op
 from ..formats.layout import ScaleAndHistory
 from ..offload.rules import keep_weights
 from ..quantization import FP8GlobalStateManager
@@ -338,6 +339,8 @@ class TransformerEngineBaseModule(
         Attribute writes in a traced forward break ``torch.utils.checkpoint`` in compiled code.
         """
         state = FP8GlobalStateManager.quantization_state
+        if state.fp8_enabled and function_transform():
+            raise RuntimeError(NO_TRANSFORM)  # before anything is quantized
         self.forwarded_at_least_once = True
         self.fp8, self.fp8_calibration = state.fp8_enabled, state.fp8_calibration
         if not (state.fp8_enabled or state.fp8_calibration):
