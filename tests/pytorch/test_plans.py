@@ -255,6 +255,36 @@ def test_a_plan_that_another_thread_drops(device, monkeypatch):
     assert not plans._PLANS
 
 
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_a_call_that_fails_and_is_tried_again(device, kind, monkeypatch):
+    """In one region, as out of memory: the state of delayed scaling becomes that of one call."""
+
+    def run(fails: bool) -> list:
+        torch.manual_seed(0)
+        make = te.Linear if kind == "linear" else te.LayerNormMLP
+        module = make(64, 64, device=device, params_dtype=torch.bfloat16)
+        found = []
+        for step in range(4):
+            x = torch.randn(32, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+            with te.autocast(recipe=DelayedScaling(amax_history_len=4)):
+                if fails and step in (0, 2):
+                    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="room"):
+                        patch.setattr(ops.EAGER, "gemm", _no_room)
+                        module(x)
+                y = module(x * (step + 1))
+            y.float().square().sum().backward()
+            state = module._delayed_scaling
+            found += [y.detach(), x.grad, state.bwd_scale.clone(), state.bwd_history.clone()]
+        return found
+
+    for ours, theirs in zip(run(True), run(False)):
+        assert torch.equal(ours, theirs)
+
+
+def _no_room(*_):
+    raise RuntimeError("no room")
+
+
 def test_a_leaf_that_is_watched_runs(device, monkeypatch):
     """Whoever exchanges a leaf op, to count calls for instance, sees all of them."""
     x = torch.randn(16, 64, device=device)

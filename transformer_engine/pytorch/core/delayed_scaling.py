@@ -266,10 +266,14 @@ def enter_backward(state: DelayedScalingState) -> Optional[Union[str, UpdateRule
     Of several uses in a region that have a backward, only the first one's, which runs last, renews
     the scales: uses without gradients, such as a teacher's pass, do not count.
     """
-    if state.backward_pending:
-        return None
+    rule = backward_rule(state)
     state.backward_pending = True
-    return state.rule
+    return rule
+
+
+def backward_rule(state: DelayedScalingState) -> Optional[Union[str, UpdateRule]]:
+    """What `enter_backward` would return, if nobody knows yet whether the use will succeed."""
+    return None if state.backward_pending else state.rule
 
 
 def record_forward(

@@ -475,7 +475,7 @@ class TransformerEngineBaseModule(
             config += f";cal={call.calibrated[0]}"
         bwd_state = _NO_BWD_STATE
         if scaling is not None and call.spec and (need or PHASE.backward_follows):
-            rule = delayed_scaling.enter_backward(scaling)
+            rule = delayed_scaling.backward_rule(scaling)
             if FP8GlobalStateManager.quantization_state.fp8_graph_capturing:
                 rule = None  # renewed between replays
             bwd_state = (scaling.bwd_scale, scaling.bwd_history, self.bwd_amax_slots, rule)
@@ -519,6 +519,8 @@ class TransformerEngineBaseModule(
             main_grads=main_grads,
             store=store,
         )
+        if bwd_state[0] is not None:  # not before: a call that raised has no backward
+            delayed_scaling.enter_backward(scaling)
         if scaling is not None:
             amaxes = list(outputs[len(outputs) - len(self.fwd_amax_slots) :])
             slots = list(self.fwd_amax_slots)
