@@ -48,10 +48,11 @@ def check_order(unit) -> None:
     """Raise RuntimeError if a pass that was captured later has been replayed since the forward."""
     if unit.overwritten:
         raise RuntimeError(
-            f"The backward pass of the graphed {type(unit.module).__name__} comes too late: one that"
-            " was captured after it was replayed before it, and has overwritten what it kept. Replay"
-            " passes in the order of the capture: the oldest microbatch goes back first, and layers"
-            " in reverse; or capture with another _order, or with retain_graph_in_backward=True."
+            f"The backward pass of the graphed {type(unit.module).__name__} comes too late: one"
+            " that was captured after it was replayed before it, and has overwritten what it kept."
+            " Replay passes in the order of the capture: the oldest microbatch goes back first, and"
+            " layers in reverse; or capture with another _order, or with"
+            " retain_graph_in_backward=True."
         )
 
 
