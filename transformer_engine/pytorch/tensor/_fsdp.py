@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from ..formats.layout import NOTHING, Quantized, quantized_layout
+from ..formats.layout import NOTHING, Quantized, ceil_div, quantized_layout
 from ..formats.spec import decode_quant
 from ._shapes import matrix_shape
 from ._slice import BLOCKS, compact, cuts_of, in_order, padded
@@ -31,13 +31,21 @@ class Gathered(NamedTuple):
     columnwise: bool  # whether columnwise data are to be made from the rowwise ones
 
 
+class Plan(NamedTuple):
+    """What ``fsdp_post_all_gather`` needs: one entry for each part, and what was not gathered."""
+
+    parts: tuple[Gathered, ...]
+    kept: tuple[Tensor, ...]  # of the only rank: buffers that follow the gathered ones
+
+
 class ShardedTensor(Windows):
     """The hooks, a part of ``QuantizedTensor``."""
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         """``(tensors to gather, what fsdp_post_all_gather needs)``.
 
-        From now on, scales that depend on the whole tensor are computed for the whole.
+        From now on, scales that depend on the whole tensor are computed for the whole. Of a mesh
+        of one rank only the first buffer is handed over, see `Plan`.
 
         Raises:
             ValueError: if the parts are not of equal size, or cut through blocks.
@@ -56,15 +64,19 @@ class ShardedTensor(Windows):
             tensors, gathered = _inputs(part, tuple(outer_size))
             inputs.extend(tensors)
             plan.append(gathered)
-        return tuple(inputs), plan
+        # Where there is nothing to gather, fully_shard copies the first tensor and drops the others.
+        sent = 1 if ranks == 1 else len(inputs)
+        return tuple(inputs[:sent]), Plan(tuple(plan), tuple(inputs[sent:]))
 
     def fsdp_post_all_gather(self, all_gather_outputs, metadata, param_dtype, *, out=None):
         """The whole tensor, and those of its buffers that are not the gathered memory itself.
 
         With ``out``, an earlier result, nothing is returned and its buffers are filled again.
         """
-        outputs, wholes = list(all_gather_outputs), []
-        for gathered in metadata:
+        # The whole must not share memory with the shard: it is freed, and the shard is updated.
+        outputs = [*all_gather_outputs, *(tensor.clone() for tensor in metadata.kept)]
+        wholes = []
+        for gathered in metadata.parts:
             count = len(gathered.fields)
             wholes.append(_whole(gathered, outputs[:count]))
             outputs = outputs[count:]
@@ -99,13 +111,14 @@ def _inputs(shard: Any, outer_size: tuple) -> tuple[list[Tensor], Gathered]:
     rows, _ = matrix_shape(shard._shape)
     usages = shard.get_usages()
     block = BLOCKS[spec.kind] if usages["columnwise"] or spec.dim == 2 else 1
-    if rows % block:
+    cut = tuple(shard._shape) != outer_size
+    if cut and rows % block:
         raise ValueError(
             f"A shard of shape {tuple(shard._shape)} can not be gathered while it is quantized as "
             f"{shard.quant!r}: it has {rows} rows, which is no multiple of {block}. Use fewer "
             "ranks, or keep this parameter in high precision."
         )
-    if spec.row_scaled and usages["columnwise"]:
+    if cut and spec.row_scaled and usages["columnwise"]:
         raise ValueError(
             "Row-scaled NVFP4 parameters can not be sharded with columnwise data, which have one "
             "amax per column of the whole tensor. Drop them: update_usage(columnwise_usage=False)."
@@ -121,7 +134,7 @@ def _inputs(shard: Any, outer_size: tuple) -> tuple[list[Tensor], Gathered]:
             rest[field] = buffer
             continue
         dim, unit = cuts[field]
-        buffer = buffer.narrow(dim, 0, rows // unit)
+        buffer = buffer.narrow(dim, 0, ceil_div(rows, unit))
         tensors.append((buffer.t() if dim == 1 else buffer).contiguous())
         fields.append(field)
         rest[field] = None
