@@ -99,7 +99,8 @@ class autocast:  # pylint: disable=invalid-name
 
     * `enabled`: False switches low precision off, also inside of another ``autocast``
     * `calibrating`: record amaxes for delayed scaling while computing in high precision (with
-      ``enabled=False``)
+      ``enabled=False``). Scales stay until
+      ``FP8GlobalStateManager.reduce_and_update_fp8_tensors()`` renews them
     * `recipe`: a recipe of ``transformer_engine.common.recipe``; None takes `get_default_recipe`
     * `amax_reduction_group`: process group over which delayed scaling reduces amaxes; None is the
       default group

@@ -64,7 +64,7 @@ class ShardedTensor(Windows):
             tensors, gathered = _inputs(part, tuple(outer_size))
             inputs.extend(tensors)
             plan.append(gathered)
-        # Where there is nothing to gather, fully_shard copies the first tensor and drops the others.
+        # With nothing to gather, fully_shard copies the first tensor and drops the others.
         sent = 1 if ranks == 1 else len(inputs)
         return tuple(inputs[:sent]), Plan(tuple(plan), tuple(inputs[sent:]))
 
