@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of the source tree, and what a wheel made from it holds."""
 
+import inspect
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +28,40 @@ def test_sources_name_their_licence():
 
 def test_package_keeps_the_compiler_on_and_reads_the_environment_in_one_file():
     assert not check_sources.package_breaches(ROOT)
+
+
+def variables_read(monkeypatch):
+    """The environment variables of this package that its functions ask for, all of them called."""
+    from transformer_engine.common import environment as common
+    from transformer_engine.common.recipe import NVFP4BlockScaling
+    from transformer_engine.pytorch import environment
+
+    class Recorder(dict):
+        def get(self, key, default=None):
+            names.add(key)
+            return default
+
+    names = set()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "environ", Recorder(os.environ))
+        for module in (common, environment):
+            for function in vars(module).values():
+                if inspect.isfunction(function) and not inspect.signature(function).parameters:
+                    function()
+        for direction in ("FWD", "BWD", "INF"):
+            environment.norm_sm_margin(direction)
+        NVFP4BlockScaling()
+    return {name for name in names if name.startswith("NVTE_")}
+
+
+def test_docs_list_every_variable(monkeypatch):
+    text = (ROOT / "docs" / "index.rst").read_text(encoding="utf-8")
+    listed = re.findall(r"^``(NVTE_\w+)`` ", text, re.MULTILINE)
+    assert len(listed) == len(set(listed)) and set(listed) == variables_read(monkeypatch)
+    # None is read elsewhere: not one more name in the sources, apart from prefixes of names.
+    sources = (ROOT / "transformer_engine").rglob("*.py")
+    named = re.findall(r"\bNVTE_\w*[A-Z0-9]\b", "".join(f.read_text("utf-8") for f in sources))
+    assert set(named) <= set(listed)
 
 
 @pytest.mark.parametrize(
