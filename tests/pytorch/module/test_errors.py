@@ -2,8 +2,10 @@
 """What modules refuse, and what they say."""
 
 import pytest
+import recipe_list
 import torch
-from eager_support import GEMM_MODULES, construct
+from eager_support import GEMM_MODULES, MODULES, NORMS, construct
+from torch._subclasses import FakeTensorMode
 
 import transformer_engine.pytorch as te
 
@@ -98,3 +100,73 @@ def test_norm_input_of_wrong_width():
             construct(kind)(torch.randn(4, 31))
         with pytest.raises(ValueError, match="normalized_shape"):
             getattr(te, kind)((3, 8), device="cpu")(torch.randn(8))
+
+
+# --- inputs ---------------------------------------------------------------------------------------
+
+RECIPES = ("none", "current", "delayed", "mxfp8", "block", "nvfp4", "custom_square", "mxfp8_hp")
+WITH_RECIPES = [(kind, recipe) for kind in GEMM_MODULES for recipe in RECIPES]
+WITH_RECIPES += [(kind, "none") for kind in NORMS]
+EITHER = pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
+
+
+def callable_of(module, compiled):
+    """The module, or its compiled form."""
+    if not compiled:
+        return module
+    torch._dynamo.reset()
+    return torch.compile(module, backend="eager", fullgraph=True)
+
+
+def refuses(module, inp, match, error, compiled, recipe=None, **options):
+    """Without and with gradients; nothing is noted in the module."""
+    for grad in (False, True):
+        with pytest.raises(Exception, match=match) as raised:
+            with torch.set_grad_enabled(grad), te.autocast(recipe is not None, recipe=recipe):
+                callable_of(module, compiled)(inp, **options)
+        assert compiled or isinstance(raised.value, error)
+    assert not getattr(module, "forwarded_at_least_once", False)
+
+
+@EITHER
+@pytest.mark.parametrize("kind,recipe", WITH_RECIPES)
+def test_input_on_another_device(kind, recipe, compiled):
+    """Module, both devices and the cure are named, before anything runs."""
+    recipe, x = recipe_list.recipe_of(recipe), torch.randn(32, 32)
+    match = rf"input of {kind} '.*' is on meta, but the parameters .* on cpu\. This input has no"
+    refuses(construct(kind), x.to("meta"), match, RuntimeError, compiled, recipe)
+    if kind in GEMM_MODULES:  # norms materialise at the first call
+        match = rf"input of {kind} '.*' is on cpu, but the .* on meta\. .* reset_parameters\(\)"
+        refuses(construct(kind, "meta"), x, match, RuntimeError, compiled, recipe)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_input_on_another_real_device(kind, device):
+    """The input, or the module, is to be moved."""
+    if device == "cpu":
+        with FakeTensorMode():  # has CUDA tensors without CUDA
+            x = torch.empty(32, 32, device="cuda")
+        match = (
+            rf"input of {kind} '.*' is on cuda:0, but .* on cpu\. Move the input with .to\('cpu'"
+        )
+        refuses(construct(kind), x, match, RuntimeError, False)
+    else:
+        match = (
+            rf"input of {kind} '.*' is on cpu, but .* on cuda:0\. Move the input with .to\('cuda"
+        )
+        refuses(construct(kind, device), torch.randn(32, 32), match, RuntimeError, False)
+
+
+# The scales of delayed scaling are values of earlier steps, which meta modules do not have.
+@pytest.mark.parametrize("kind,recipe", [case for case in WITH_RECIPES if case[1] != "delayed"])
+def test_meta_modules_take_inputs_on_meta(kind, recipe):
+    """Shapes and dtypes come out, and the module stays on meta."""
+    dtype = {"params_dtype": torch.bfloat16, "device": "meta"}
+    sizes = {"Linear": (32, 96), "LayerNormLinear": (32, 96), "LayerNormMLP": (32, 64)}
+    module = getattr(te, kind)(*sizes.get(kind, (32,)), **dtype)
+    x = torch.empty(2, 16, 32, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    with te.autocast(recipe != "none", recipe=recipe_list.recipe_of(recipe)):
+        y = module(x)
+    assert y.is_meta and y.shape == (2, 16, 96 if kind in GEMM_MODULES[:2] else 32)
+    assert y.dtype == torch.bfloat16 and y.requires_grad
+    assert all(parameter.is_meta for parameter in module.parameters())

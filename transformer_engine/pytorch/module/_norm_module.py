@@ -15,7 +15,7 @@ from ..dynamo.capability import compiled_or_eager
 from ..dynamo.module_function import run_module_op
 from ..environment import norm_sm_margin
 from .base import resolve_device
-from .checks import autocast_dtype, shape_text, wanted_gradients
+from .checks import autocast_dtype, check_input, shape_text, wanted_gradients
 from .extra_state import OptionalExtraState
 
 _NO_BWD_STATE = (None, None, (), None)
@@ -129,9 +129,10 @@ class NormModule(OptionalExtraState, torch.nn.Module):
     def forward(self, inp: Tensor) -> Tensor:
         """``inp [..., *normalized_shape]`` to a tensor of the same shape."""
         weight, bias = self.weight, getattr(self, "bias", None)
-        if weight.is_meta:
+        if weight.is_meta and isinstance(inp, Tensor) and not inp.is_meta:
             self.reset_parameters()
             weight, bias = self.weight, getattr(self, "bias", None)
+        check_input(self, inp, weight)
         shape = weight.shape
         if tuple(inp.shape[inp.dim() - len(shape) :]) != tuple(shape):
             raise ValueError(

@@ -42,7 +42,14 @@ from ..offload.rules import keep_weights
 from ..quantization import FP8GlobalStateManager
 from ..quantized_tensor import QuantizedTensor
 from ..torch_version import is_exporting
-from .checks import autocast_dtype, check_weight, raise_dimension, shape_text, wanted_gradients
+from .checks import (
+    autocast_dtype,
+    check_input,
+    check_weight,
+    raise_dimension,
+    shape_text,
+    wanted_gradients,
+)
 from .extra_state import OptionalExtraState, decode_extra_state, encode_extra_state
 from .meta import PrecisionMetadata
 from .primary_parameters import (
@@ -290,6 +297,7 @@ class TransformerEngineBaseModule(
 
     def _begin(self, inp: Tensor, features: int, parameters: tuple) -> Call:
         """Check the call, flatten the input and read the surrounding contexts."""
+        check_input(self, inp, parameters[0])
         if not torch.compiler.is_compiling():
             self._begin_eager()
         self._check_parallel()

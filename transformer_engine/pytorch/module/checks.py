@@ -31,6 +31,35 @@ def wanted_gradients(names: tuple, tensors: tuple) -> str:
     return ",".join([n for n, t in zip(names, tensors) if n and t is not None and t.requires_grad])
 
 
+def check_input(module, inp: Tensor, parameter: Tensor) -> None:
+    """Raise unless the input of ``module`` is a tensor on the device of ``parameter``, its first.
+
+    Operators that only take memory and read bytes would compute garbage without a word. A module
+    on meta takes an input on meta: shapes and dtypes come out.
+    """
+    if not isinstance(inp, Tensor):
+        raise TypeError(
+            f"The input of {type(module).__name__} '{module.name}' must be a torch.Tensor, but it"
+            f" is {'None' if inp is None else f'a {type(inp).__name__}'}. Pass a tensor, such as"
+            " torch.tensor(...) makes, on the device of the parameters."
+        )
+    device = parameter.device
+    if inp.device != device:
+        if device.type == "meta":
+            cure = (
+                "These parameters have no values yet: call the module's reset_parameters(), or"
+                " to_empty(device=...) and then reset_parameters() or load_state_dict(...)."
+            )
+        elif inp.device.type == "meta":
+            cure = "This input has no values: pass one that has, or build the module on meta too."
+        else:
+            cure = f"Move the input with .to('{device}'), or the module with .to('{inp.device}')."
+        raise RuntimeError(
+            f"The input of {type(module).__name__} '{module.name}' is on {inp.device}, but the"
+            f" parameters of the module are on {device}. {cure}"
+        )
+
+
 class DimensionError(ValueError, AssertionError):
     """A tensor's dimension does not fit. Also an AssertionError, which the reference raises."""
 
