@@ -44,6 +44,21 @@ import transformer_engine.pytorch as te
             "33",
         ),
         (lambda: te.LayerNormMLP(32, 63, tp_size=2, device="cpu"), ValueError, "63"),
+        (lambda: te.Linear(-1, 16), ValueError, "in_features of Linear is -1"),
+        (lambda: te.LayerNormLinear(16, -2), ValueError, "out_features of LayerNormLinear is -2"),
+        (lambda: te.LayerNormMLP(16, -4), ValueError, "ffn_hidden_size of LayerNormMLP is -4"),
+        (lambda: te.LayerNormMLP(16, 16.5), TypeError, r"ffn_hidden_size .* 16\.5, .* int"),
+        (lambda: te.Linear("16", 16), TypeError, "in_features of Linear is '16'"),
+        (lambda: te.RMSNorm(-3), ValueError, "normalized_shape of RMSNorm is -3"),
+        (lambda: te.LayerNorm((4, 2.0)), TypeError, r"normalized_shape of LayerNorm is 2\.0"),
+        *(
+            (lambda kind=kind: construct(kind, params_dtype="bf16"), TypeError, match)
+            for kind, match in ((kind, f"params_dtype of {kind} is 'bf16'") for kind in MODULES)
+        ),
+        *(
+            (lambda dtype=dtype: construct("Linear", params_dtype=dtype), TypeError, f"is {dtype}")
+            for dtype in (torch.int32, torch.complex64, torch.float8_e4m3fn)
+        ),
     ],
 )
 def test_construction_errors(make, error, match):
@@ -170,3 +185,25 @@ def test_meta_modules_take_inputs_on_meta(kind, recipe):
     assert y.is_meta and y.shape == (2, 16, 96 if kind in GEMM_MODULES[:2] else 32)
     assert y.dtype == torch.bfloat16 and y.requires_grad
     assert all(parameter.is_meta for parameter in module.parameters())
+
+
+@EITHER
+@pytest.mark.parametrize("value", (None, [1.0], 3), ids=repr)
+@pytest.mark.parametrize("kind", MODULES)
+def test_input_that_is_no_tensor(kind, value, compiled):
+    """The module, and what it got. In a trace the input is why the module leaves the graph."""
+    match = "is None" if value is None else f"is a {type(value).__name__}"
+    match = f"[Tt]he input {'' if compiled else f'of {kind} .*'}.*{match}"
+    refuses(construct(kind), value, match.replace("is None", "is .*None"), TypeError, compiled)
+
+
+@EITHER
+@pytest.mark.parametrize("recipe", ("none", "current", "delayed"))
+@pytest.mark.parametrize("kind", GEMM_MODULES)
+def test_first_microbatch_that_is_no_flag(kind, recipe, compiled):
+    """Strings and numbers are truthy, and would replace the cache."""
+    made = recipe_list.recipe_of(recipe)
+    for value in ("yes", 1, torch.ones(1, dtype=torch.bool)):
+        match = f"{kind} '.*' was called with is_first_microbatch=.*, but it must be None"
+        options = {"is_first_microbatch": value}
+        refuses(construct(kind), torch.ones(2, 32), match, TypeError, compiled, made, **options)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Iterable, Optional, Union
+from collections.abc import Iterable
+from typing import Optional, Union
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from ..dynamo.capability import compiled_or_eager
 from ..dynamo.module_function import run_module_op
 from ..environment import norm_sm_margin
 from .base import resolve_device
-from .checks import autocast_dtype, check_input, shape_text, wanted_gradients
+from .checks import autocast_dtype, check_construction, check_input, shape_text, wanted_gradients
 from .extra_state import OptionalExtraState
 
 _NO_BWD_STATE = (None, None, (), None)
@@ -54,6 +55,7 @@ class NormModule(OptionalExtraState, torch.nn.Module):
                     f" params_dtype={params_dtype}; pass one of them."
                 )
             dtype = params_dtype
+        check_construction(self, dtype)
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         self.sequence_parallel = sequence_parallel
@@ -82,7 +84,10 @@ class NormModule(OptionalExtraState, torch.nn.Module):
                 stacklevel=4,
             )
             normalized_shape = hidden_size
-        return (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        shape = normalized_shape if isinstance(normalized_shape, Iterable) else (normalized_shape,)
+        for size in (shape := tuple(shape)):
+            check_construction(self, None, normalized_shape=size)
+        return shape
 
     def _parameter_names(self) -> tuple:
         return ("weight", "bias") if self.kind == "LayerNorm" else ("weight",)

@@ -44,6 +44,7 @@ from ..quantized_tensor import QuantizedTensor
 from ..torch_version import is_exporting
 from .checks import (
     autocast_dtype,
+    check_first_microbatch,
     check_input,
     check_weight,
     raise_dimension,
@@ -295,8 +296,11 @@ class TransformerEngineBaseModule(
 
     # --- one forward call ------------------------------------------------------------------------
 
-    def _begin(self, inp: Tensor, features: int, parameters: tuple) -> Call:
+    def _begin(
+        self, inp: Tensor, features: int, parameters: tuple, is_first_microbatch: Optional[bool]
+    ) -> Call:
         """Check the call, flatten the input and read the surrounding contexts."""
+        check_first_microbatch(self, is_first_microbatch)
         check_input(self, inp, parameters[0])
         if not torch.compiler.is_compiling():
             self._begin_eager()

@@ -31,6 +31,46 @@ def wanted_gradients(names: tuple, tensors: tuple) -> str:
     return ",".join([n for n, t in zip(names, tensors) if n and t is not None and t.requires_grad])
 
 
+def check_construction(module, params_dtype, **sizes) -> None:
+    """Raise unless ``sizes``, by the names of the arguments, are sizes, and the dtype one of
+    parameters.
+    """
+    kind = type(module).__name__
+    for name, size in sizes.items():
+        try:
+            number = operator.index(size)
+        except TypeError as error:
+            raise TypeError(
+                f"{name} of {kind} is {size!r}, but must be an int, the number of features."
+            ) from error
+        if number < 0:
+            raise ValueError(f"{name} of {kind} is {number}, but must not be negative.")
+    if params_dtype is None:
+        return
+    if not isinstance(params_dtype, torch.dtype):
+        raise TypeError(
+            f"The params_dtype of {kind} is {params_dtype!r}, but must be a torch.dtype, such as"
+            " torch.bfloat16, or None for torch.get_default_dtype()."
+        )
+    if not params_dtype.is_floating_point or params_dtype.itemsize < 2:
+        raise TypeError(
+            f"The params_dtype of {kind} is {params_dtype}, but parameters are torch.float32,"
+            " torch.bfloat16 or torch.float16. For weights that are kept in low precision build"
+            " the module inside te.quantized_model_init(recipe=...)."
+        )
+
+
+def check_first_microbatch(module, flag) -> None:
+    """Raise unless ``is_first_microbatch`` is None, True or False."""
+    if flag is not None and not isinstance(flag, bool):
+        given = repr(flag) if isinstance(flag, (str, int)) else f"a {type(flag).__name__}"
+        raise TypeError(
+            f"{type(module).__name__} '{module.name}' was called with is_first_microbatch={given},"
+            " but it must be None (quantize the weight at each call), True (and cache it) or False"
+            " (take the cached one)."
+        )
+
+
 def check_input(module, inp: Tensor, parameter: Tensor) -> None:
     """Raise unless the input of ``module`` is a tensor on the device of ``parameter``, its first.
 

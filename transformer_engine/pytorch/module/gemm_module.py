@@ -172,14 +172,14 @@ class GemmModule(TransformerEngineBaseModule):
             return weight, None
         return weight, concatenated([getattr(self, name) for name in self.bias_names])
 
-    def _begin_linear(self, inp: Tensor, norm: tuple, fp8_grad: bool) -> tuple:
+    def _begin_linear(self, inp: Tensor, norm: tuple, first: Optional[bool], fp8_grad: bool):
         """Begin a call of a module with one GEMM: ``(call, weight, bias)`` in the activation dtype.
 
-        ``norm`` are the norm's parameters.
+        ``norm`` are the norm's parameters, ``first`` is ``is_first_microbatch``.
         """
         weight, bias = self._weight_and_bias()
         inp = high_precision(inp)
-        call = self._begin(inp, self.in_features, (*norm, weight, bias))
+        call = self._begin(inp, self.in_features, (*norm, weight, bias), first)
         if fp8_grad and call.spec:
             call = call._replace(x=quantize_gradient_of(self, call.x, call.spec, call.scaling))
         return call, self._cast(call, weight), self._cast(call, bias)

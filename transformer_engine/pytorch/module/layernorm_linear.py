@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..dynamo.capability import compiled_or_eager
+from .checks import check_construction
 from .gemm_module import GemmModule
 from .norm_parameters import NormParameters
 
@@ -74,6 +75,8 @@ class LayerNormLinear(NormParameters, GemmModule):
                 "LayerNormLinear has no row-parallel mode: a norm needs whole rows. Use"
                 " parallel_mode='column', or a norm followed by a row-parallel Linear."
             )
+        sizes = {"in_features": in_features, "out_features": out_features}
+        check_construction(self, params_dtype, **sizes)
         super().__init__(name)
         self._set_parallel(parallel_mode, tp_group, tp_size, sequence_parallel, symmetric_ar_type)
         self._set_userbuffers(
@@ -115,7 +118,8 @@ class LayerNormLinear(NormParameters, GemmModule):
         empty tensor. The other arguments are those of :class:`Linear`.
         """
         ln_weight, ln_bias = self.layer_norm_weight, self.layer_norm_bias
-        call, weight, bias = self._begin_linear(inp, (ln_weight, ln_bias), fp8_grad)
+        norm = (ln_weight, ln_bias)
+        call, weight, bias = self._begin_linear(inp, norm, is_first_microbatch, fp8_grad)
         ln_weight, ln_bias = self._cast(call, ln_weight), self._cast(call, ln_bias)
         operand = self._weight(
             call,

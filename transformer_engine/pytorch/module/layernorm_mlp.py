@@ -13,7 +13,7 @@ from ..dynamo.capability import compiled_or_eager
 from ..environment import bias_gelu_fusion_enabled, gemm_gelu_fusion_enabled
 from ..formats.activations import ACTIVATIONS, activation_width, is_gated
 from ..utils import divide, get_default_init_method
-from .checks import check_weight, raise_dimension
+from .checks import check_construction, check_weight, raise_dimension
 from .gemm_module import GemmModule
 from .norm_parameters import NormParameters
 from .quantized_edges import high_precision
@@ -87,6 +87,8 @@ class LayerNormMLP(NormParameters, GemmModule):
         checkpoint: bool = False,
     ) -> None:
         del seq_length, micro_batch_size  # they warm up a fused kernel of the reference package
+        sizes = {"hidden_size": hidden_size, "ffn_hidden_size": ffn_hidden_size}
+        check_construction(self, params_dtype, **sizes)
         super().__init__(name)
         self._set_parallel(
             "column" if set_parallel_mode else None,
@@ -181,7 +183,8 @@ class LayerNormMLP(NormParameters, GemmModule):
         w2, b2 = self.fc2_weight, self.fc2_bias if self.use_bias else None
         ln_weight, ln_bias = self.layer_norm_weight, self.layer_norm_bias
         inp = high_precision(inp)
-        call = self._begin(inp, self.hidden_size, (ln_weight, ln_bias, w1, b1, w2, b2))
+        parameters = (ln_weight, ln_bias, w1, b1, w2, b2)
+        call = self._begin(inp, self.hidden_size, parameters, is_first_microbatch)
         self._check_gemms(call)
         ln_weight, ln_bias = self._cast(call, ln_weight), self._cast(call, ln_bias)
         w1, b1 = self._cast(call, w1), self._cast(call, b1)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core.config import gemm_text
 from ..dynamo.capability import compiled_or_eager
+from .checks import check_construction
 from .gemm_module import GemmModule
 
 
@@ -77,6 +78,8 @@ class Linear(GemmModule):
         save_original_input: bool = False,
         name: Optional[str] = None,
     ) -> None:
+        sizes = {"in_features": in_features, "out_features": out_features}
+        check_construction(self, params_dtype, **sizes)
         super().__init__(name)
         self._set_parallel(parallel_mode, tp_group, tp_size, sequence_parallel, symmetric_ar_type)
         self._set_userbuffers(
@@ -113,7 +116,7 @@ class Linear(GemmModule):
         ``te.QuantizedTensor``); ``fp8_grad``: the same for the input's gradient; both do nothing
         outside of ``te.autocast``. ``inp`` may be quantized. Returns ``out`` or ``(out, bias)``.
         """
-        call, weight, bias = self._begin_linear(inp, (), fp8_grad)
+        call, weight, bias = self._begin_linear(inp, (), is_first_microbatch, fp8_grad)
         grad = torch.is_grad_enabled()
         operand = self._weight(call, 0, weight, is_first_microbatch, grad and call.x.requires_grad)
         added = None if self.return_bias else bias
