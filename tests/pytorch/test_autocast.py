@@ -701,6 +701,25 @@ def test_every_recipe_class_is_a_recipe():
     assert all(issubclass(c, Recipe) for c in (DelayedScaling, NVFP4BlockScaling, CustomRecipe))
 
 
-def test_a_recipe_in_the_place_of_enabled_is_refused():
-    with pytest.raises(TypeError, match=r"te.autocast\(recipe=DelayedScaling"):
-        autocast(DelayedScaling())
+@pytest.mark.parametrize(
+    "make, argument, keyword",
+    [
+        (lambda r: autocast(r), "enabled", "autocast"),  # pylint: disable=unnecessary-lambda
+        (lambda r: autocast(True, r), "calibrating", "autocast"),
+        (lambda r: autocast(True, False, None, r), "amax_reduction_group", "autocast"),
+        (lambda r: fp8_autocast(True, r), "calibrating", "autocast"),
+        (quantized_model_init, "enabled", "quantized_model_init"),
+        (
+            lambda r: quantized_model_init(True, None, r),
+            "preserve_high_precision_init_val",
+            "quantized_model_init",
+        ),
+        (fp8_model_init, "enabled", "quantized_model_init"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_recipe_in_the_place_of_another_argument_is_refused(make, argument, keyword):
+    for recipe in (DelayedScaling(), MXFP8BlockScaling()):
+        match = rf"`{argument}` of te.{keyword} got .*te.{keyword}\(recipe={type(recipe).__name__}"
+        with pytest.raises(TypeError, match=match):
+            make(recipe)

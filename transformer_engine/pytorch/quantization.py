@@ -89,6 +89,16 @@ __all__ = [
 ]
 
 
+def _refuse_recipes(context: str, **arguments) -> None:
+    """Raise if a recipe was given as another argument than ``recipe``: it would not be used."""
+    for name, value in arguments.items():
+        if isinstance(value, Recipe):
+            raise TypeError(
+                f"The argument `{name}` of te.{context} got a recipe: write"
+                f" te.{context}(recipe={type(value).__name__}(...))."
+            )
+
+
 class autocast:  # pylint: disable=invalid-name
     """Context in which modules compute in low precision.
 
@@ -110,6 +120,8 @@ class autocast:  # pylint: disable=invalid-name
     An instance can be used again after it ended, not while it is active. It may be entered inside
     compiled code, around it, or both; inside, Dynamo wants it made in the compiled function too
     (the recipe may come from outside).
+
+    Raises TypeError if another argument is a recipe.
 
     Raises RuntimeError if the instance is active already, or if this version does not compute the
     recipe; nothing has changed then. Hardware is never a reason: what it lacks is computed by other
@@ -134,11 +146,8 @@ class autocast:  # pylint: disable=invalid-name
         amax_reduction_group: Any = None,
         _graph: bool = False,
     ) -> None:
-        if isinstance(enabled, Recipe):
-            raise TypeError(
-                f"The first argument of te.autocast is `enabled`, but it got a recipe:"
-                f" write te.autocast(recipe={type(enabled).__name__}(...))."
-            )
+        others = {"calibrating": calibrating, "amax_reduction_group": amax_reduction_group}
+        _refuse_recipes("autocast", enabled=enabled, **others)
         self.enabled = enabled
         self.calibrating = calibrating
         self.recipe = recipe
@@ -208,6 +217,10 @@ class quantized_model_init(ContextDecorator):  # pylint: disable=invalid-name
         recipe: Optional[Recipe] = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
+        keep = preserve_high_precision_init_val
+        _refuse_recipes(
+            "quantized_model_init", enabled=enabled, preserve_high_precision_init_val=keep
+        )
         self.enabled = enabled
         self.recipe = recipe
         self.preserve_high_precision_init_val = preserve_high_precision_init_val
