@@ -4,6 +4,7 @@
 import copy
 import dataclasses
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -173,10 +174,37 @@ def test_custom_recipe_needs_a_factory():
 
 
 @pytest.mark.parametrize("make", ALL)
-def test_unknown_keywords_are_ignored(make):
-    recipe = make(override_linear_precision=(False, False, False), interval=1, params_dtype=None)
+def test_what_frameworks_pass_is_ignored(make):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recipe = make(
+            override_linear_precision=(False, False, False), interval=1, params_dtype=None
+        )
     assert recipe == make()
     assert not hasattr(recipe, "interval")
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_unknown_keywords_are_named(make):
+    """Code for other versions keeps working, but a wrong name does not go unnoticed."""
+    name = type(make()).__name__
+    meant = {
+        "backwards_override": "Did you mean 'backward_override'?",
+        "zzz": "Its arguments are .*fp8_format",
+        "override_linear_precision": "Its arguments are ",
+    }
+    for word, text in meant.items():
+        match = f"^{name} has no argument '{word}': it is ignored. {text}"
+        with pytest.warns(UserWarning, match=match) as caught:
+            assert make(**{word: (False, False, True)}) == make()
+        assert len(caught) == 1 and caught[0].filename == __file__
+
+
+def test_unknown_keywords_suggest_the_field():
+    with pytest.warns(UserWarning, match="'amax_history_length'.* mean 'amax_history_len'"):
+        DelayedScaling(amax_history_length=16)
+    with pytest.warns(UserWarning, match="Assign the attribute 'fp8_quant_fwd_inp'"):
+        assert Float8CurrentScaling(fp8_quant_fwd_inp=QParams(True)) == Float8CurrentScaling()
 
 
 def test_positional_arguments_and_coercion():
@@ -444,6 +472,16 @@ def test_recipes_are_made_and_changed_in_a_graph():
     expected = make(torch.ones(2))
     result = torch.compile(make, backend="eager", fullgraph=True)(torch.ones(2))
     assert result[1:] == expected[1:]
+
+
+def test_unknown_keywords_are_named_at_trace_time():
+    def make(x):
+        return x + DelayedScaling(margin=1, amax_history_length=16).margin
+
+    torch._dynamo.reset()
+    with pytest.warns(UserWarning, match="'amax_history_length'.* mean 'amax_history_len'"):
+        y = torch.compile(make, backend="eager", fullgraph=True)(torch.ones(2))
+    assert torch.equal(y, torch.full((2,), 2.0))
 
 
 def test_constant_mark_is_the_one_dynamo_sets():

@@ -5,6 +5,8 @@ checks.
 
 from __future__ import annotations
 
+import difflib
+import warnings
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, NamedTuple, Optional
@@ -78,13 +80,35 @@ class QParams:
     fp4_2d_quantization: bool = False
 
 
+# What frameworks pass to every recipe of theirs, and no version of a recipe reads any more.
+_KNOWN_TO_DO_NOTHING = ("interval", "params_dtype", "device")
+
+
+@environment.constant_in_graphs
+def _warn_of_unknown(cls: type, names: str) -> None:
+    """Warn that a constructor got keywords that do nothing; at trace time under torch.compile."""
+    known = [field.name for field in fields(cls) if field.init]
+    later = [field.name for field in fields(cls) if not field.init]
+    for name in names.split(","):
+        text = f"{cls.__name__} has no argument {name!r}: it is ignored."
+        near = difflib.get_close_matches(name, known, n=1)
+        if name in later:
+            text += f" Assign the attribute {name!r} after the recipe is made."
+        elif near:
+            text += f" Did you mean {near[0]!r}?"
+        else:
+            text += f" Its arguments are {', '.join(known)}."
+        warnings.warn(text, UserWarning, stacklevel=4)
+
+
 class Recipe:
     """Base class of all recipes.
 
     A recipe is a set of plain fields. They are checked when it is made and may be assigned freely
     afterwards; two recipes of one class are equal if all fields are. Recipes are not hashable,
-    because they can change. Unknown keyword arguments of a constructor are ignored, so that code
-    written for other versions keeps working.
+    because they can change. Unknown keyword arguments of a constructor do nothing, so that code
+    written for other versions keeps working; a warning names them, and the field that may have been
+    meant.
 
     Every assignment renews two strings, `_spec` and `_update_rule`, which say all that decides the
     numbers. They are what a compiled graph is bound to: it is traced again when they change, and
@@ -104,6 +128,17 @@ class Recipe:
         self.__dict__.update(state)
         object.__setattr__(self, "_complete", True)
         self._renew()
+
+    @classmethod
+    def _note_unknown(cls, unknown: dict) -> None:
+        """Warn of keywords of the constructor that do nothing."""
+        names = [name for name in unknown if name not in _KNOWN_TO_DO_NOTHING]
+        # Frameworks always pass it, as (False, False, False) where nothing is to be overridden.
+        precision = unknown.get("override_linear_precision")
+        if not (isinstance(precision, (tuple, list)) and any(precision)):
+            names = [name for name in names if name != "override_linear_precision"]
+        if names:
+            _warn_of_unknown(cls, ",".join(names))
 
     def _renew(self) -> None:
         object.__setattr__(self, "_spec", self._describe())

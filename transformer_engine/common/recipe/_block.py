@@ -55,8 +55,9 @@ class MXFP8BlockScaling(Recipe):
         fp8_mha: bool = False,
         backward_override: Optional[str] = FROM_ENVIRONMENT,
         enable_2d_quantization: bool = False,
-        **_ignored,
+        **unknown,
     ) -> None:
+        self._note_unknown(unknown)
         self.margin = as_int("margin", margin)
         self.fp8_format = as_fp8_format("fp8_format", fp8_format)
         self.fp8_dpa = as_bool("fp8_dpa", fp8_dpa)
@@ -130,8 +131,9 @@ class Float8BlockScaling(Recipe):
         fp8_dpa: bool = False,
         fp8_mha: bool = False,
         backward_override: Optional[str] = FROM_ENVIRONMENT,
-        **_ignored,
+        **unknown,
     ) -> None:
+        self._note_unknown(unknown)
         if use_f32_scales is None:
             use_f32_scales = environment.f32_block_scales()
         self.use_f32_scales = as_bool("use_f32_scales", use_f32_scales)
@@ -268,8 +270,9 @@ class NVFP4BlockScaling(Recipe):
         fp8_dpa: bool = False,
         fp8_mha: bool = False,
         backward_override: Optional[str] = FROM_ENVIRONMENT,
-        **_ignored,
+        **unknown,
     ) -> None:
+        self._note_unknown(unknown)
         self.disable_rht = _nvfp4_flag("disable_rht", disable_rht)
         self.disable_stochastic_rounding = _nvfp4_flag(
             "disable_stochastic_rounding", disable_stochastic_rounding

@@ -47,8 +47,9 @@ class CustomRecipe(Recipe):
         fp8_mha: bool = False,
         backward_override: Optional[str] = FROM_ENVIRONMENT,
         quantization_alignment: int = 128,
-        **_ignored,
+        **unknown,
     ) -> None:
+        self._note_unknown(unknown)
         if not callable(qfactory):
             raise RecipeError(f"qfactory must be a function of a QuantizerRole, not {qfactory!r}.")
         self.qfactory = qfactory

@@ -68,8 +68,9 @@ class DelayedScaling(Recipe):
         fp8_dpa: bool = False,
         fp8_mha: bool = False,
         backward_override: Optional[str] = FROM_ENVIRONMENT,
-        **_ignored,
+        **unknown,
     ) -> None:
+        self._note_unknown(unknown)
         self.margin = as_int("margin", margin)
         self.fp8_format = as_fp8_format("fp8_format", fp8_format)
         self.amax_history_len = as_int("amax_history_len", amax_history_len, minimum=1)
@@ -157,8 +158,9 @@ class Float8CurrentScaling(Recipe):
         fp8_dpa: bool = False,
         fp8_mha: bool = False,
         backward_override: Optional[str] = FROM_ENVIRONMENT,
-        **_ignored,
+        **unknown,
     ) -> None:
+        self._note_unknown(unknown)
         if use_power_2_scales is None:
             use_power_2_scales = environment.power_2_current_scales()
         self.use_power_2_scales = as_bool("use_power_2_scales", use_power_2_scales)
