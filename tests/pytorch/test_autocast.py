@@ -139,16 +139,24 @@ def changed(recipe, **attributes):
 @pytest.mark.parametrize(
     "recipe, first, second",
     [
-        (NVFP4BlockScaling(row_scaled_activation=True), "row_scaled", "rht"),
-        (NVFP4BlockScaling(nvfp4_4over6="activations"), "four_over_six", "rht"),
-        (NVFP4BlockScaling(nvfp4_4over6="all"), "four_over_six", "rht"),
+        (
+            NVFP4BlockScaling(row_scaled_activation=True),
+            "row_scaled_activation=True",
+            "random_hadamard_transform",
+        ),
+        (
+            NVFP4BlockScaling(nvfp4_4over6="activations"),
+            "nvfp4_4over6='activations'",
+            "random_hadamard_transform",
+        ),
+        (NVFP4BlockScaling(nvfp4_4over6="all"), "nvfp4_4over6='all'", "random_hadamard_transform"),
         (
             changed(
                 NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True),
                 fp4_quant_fwd_inp=QParams(stochastic_rounding=True),
             ),
-            "row_scaled",
-            "stochastic",
+            "row_scaled_activation=True",
+            "stochastic_rounding",
         ),
         (
             changed(
@@ -165,8 +173,8 @@ def changed(recipe, **attributes):
                 NVFP4BlockScaling(nvfp4_4over6="weights"),
                 fp4_quant_fwd_weight=QParams(stochastic_rounding=True),
             ),
-            "four_over_six",
-            "stochastic",
+            "nvfp4_4over6='weights'",
+            "stochastic_rounding",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "recipe",
@@ -176,7 +184,7 @@ def test_options_that_exclude_each_other_are_refused(recipe, first, second):
     with autocast(recipe=DelayedScaling()):
         before = FP8GlobalStateManager.snapshot()
         context = autocast(recipe=recipe)
-        with pytest.raises(RuntimeError, match=f"NVFP4BlockScaling.*{first} with {second}"):
+        with pytest.raises(RuntimeError, match=f"NVFP4BlockScaling.*{first} .*with {second}"):
             with context:
                 pass
         assert FP8GlobalStateManager.snapshot() == before and STATE.autocast_depth == 1
@@ -346,7 +354,7 @@ def test_quantized_model_init():
         assert not FP8GlobalStateManager.is_fp8_enabled()
     assert not FP8GlobalStateManager.with_fp8_parameters()
     assert not FP8GlobalStateManager.with_high_precision_init_val()
-    with pytest.raises(RuntimeError, match="cannot combine"):
+    with pytest.raises(RuntimeError, match="row_scaled_activation=True cannot be combined"):
         with quantized_model_init(recipe=NVFP4BlockScaling(row_scaled_activation=True)):
             pass
     assert not FP8GlobalStateManager.with_fp8_parameters()
@@ -423,7 +431,7 @@ def test_recipe_states():
 
 
 def test_recipe_state_errors():
-    with pytest.raises(RuntimeError, match="row_scaled with rht"):
+    with pytest.raises(RuntimeError, match="row_scaled_activation=True .*disable_rht=True"):
         RecipeState.create(NVFP4BlockScaling(row_scaled_activation=True), mode="forward")
     with pytest.raises(ValueError, match="mode must be"):
         RecipeState.create(DelayedScaling(), mode="sideways")
@@ -658,7 +666,7 @@ def test_errors_inside_a_graph_say_the_reason():
             return scaled(x)
 
     f = compiled(region)
-    with pytest.raises(Exception, match="four_over_six with rht"):
+    with pytest.raises(Exception, match="nvfp4_4over6='all' .*disable_rht=True"):
         f(torch.ones(3))
     assert look() == OUTSIDE and STATE.autocast_depth == 0
 

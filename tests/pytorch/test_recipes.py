@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 
+import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as recipes
 from transformer_engine.common.recipe import (
     CustomRecipe,
@@ -244,12 +245,131 @@ def test_assigned_quantization_parameters_count_in_equality():
     assert recipe != Float8CurrentScaling()
 
 
-def test_assignment_is_not_checked_and_repr_follows():
+def test_repr_follows_assignment():
     recipe = DelayedScaling()
     recipe.margin = 7
-    recipe.fp8_format = Format.E5M2
-    assert "margin=7" in repr(recipe) and "fp8_format=E5M2" in repr(recipe)
-    assert recipe._spec.startswith("x=delayed,e5m2;")
+    recipe.fp8_format = Format.E4M3
+    assert "margin=7" in repr(recipe) and "fp8_format=E4M3" in repr(recipe)
+    assert recipe._spec.startswith("x=delayed,e4m3;")
+    recipe.reduce_amax, recipe.amax_history_len = 0, "16"
+    assert recipe == DelayedScaling(7, Format.E4M3, 16, reduce_amax=False)
+
+
+WRONG = (
+    (0, "margin", 2.5, "margin must be an integer"),
+    (0, "fp8_format", "HYBRID", "fp8_format must be a Format"),
+    (0, "fp8_format", Format.E5M2, "must not be Format.E5M2"),
+    (0, "amax_history_len", 0, "amax_history_len must be at least 1"),
+    (0, "amax_compute_algo", "median", "amax_compute_algo must be one of"),
+    (0, "scaling_factor_compute_algo", 3, "scaling_factor_compute_algo must be None or"),
+    (0, "backward_override", "high_precision", "must be None for DelayedScaling"),
+    (1, "backward_override", "hp", "backward_override must be one of"),
+    (1, "fp8_gemm_wgrad", True, "fp8_gemm_wgrad must be a MMParams"),
+    (1, "fp8_quant_fwd_inp", True, "fp8_quant_fwd_inp must be a QParams"),
+    (2, "fp8_format", "E4M3", "fp8_format must be a Format"),
+    (2, "enable_2d_quantization", "perhaps", "enable_2d_quantization must be True or False"),
+    (3, "x_block_scaling_dim", 2, "at most one"),
+    (3, "fp8_quant_bwd_grad", None, "fp8_quant_bwd_grad must be a QParams"),
+    (3, "fp8_gemm_fprop", MMParams(False), "fp8_gemm_fprop must be"),
+    (4, "nvfp4_4over6", "some", "nvfp4_4over6 must be one of"),
+    (4, "fp4_quant_fwd_weight", {}, "fp4_quant_fwd_weight must be a QParams"),
+    (5, "qfactory", None, "qfactory must be a function"),
+    (5, "quantization_alignment", 0, "quantization_alignment must be positive"),
+)
+
+
+@pytest.mark.parametrize("number, name, value, text", WRONG)
+def test_contexts_refuse_what_was_assigned(number, name, value, text):
+    """With the words of the constructor, also after a copy; a good value repairs it."""
+    recipe = ALL[number]()
+    good, kind = getattr(recipe, name), type(recipe).__name__
+    before = recipe._spec, recipe._update_rule
+    setattr(recipe, name, value)
+    assert getattr(recipe, name) is value
+    match = f"{kind} was changed to what it can not be: .*{text}"
+    for wrong in (recipe, copy.copy(recipe), copy.deepcopy(recipe)):
+        for context in (
+            te.autocast(recipe=wrong),
+            te.autocast(False, True, wrong),
+            te.quantized_model_init(recipe=wrong),
+        ):
+            with pytest.raises(ValueError, match=match):
+                with context:
+                    pass
+    setattr(recipe, name, good)
+    assert recipe == ALL[number]() and (recipe._spec, recipe._update_rule) == before
+    with te.autocast(recipe=recipe):
+        pass
+
+
+def test_fields_may_be_assigned_one_after_the_other():
+    recipe = Float8BlockScaling()
+    recipe.x_block_scaling_dim = 2  # does not fit w_block_scaling_dim
+    recipe.w_block_scaling_dim = 1
+    expected = Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1)
+    assert recipe == expected and recipe._spec == expected._spec
+    with te.autocast(recipe=recipe):
+        pass
+
+
+def test_assignment_is_checked_in_subclasses():
+    class FromConfig(DelayedScaling):
+        """Its constructor takes other arguments than the fields."""
+
+        def __init__(self, config):
+            super().__init__(margin=config)
+            self.config = config
+
+    recipe = FromConfig(2)
+    recipe.amax_history_len = 4
+    with te.autocast(recipe=recipe):
+        pass
+    recipe.amax_history_len = -1
+    with pytest.raises(ValueError, match="FromConfig was changed .* at least 1, not -1"):
+        with te.autocast(recipe=recipe):
+            pass
+
+
+NO_TRANSFORM = {"fp4_quant_fwd_inp": QParams(), "fp4_quant_bwd_grad": QParams()}
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    (("nvfp4_4over6", "all"), ("nvfp4_4over6", "activations"), ("row_scaled_activation", True)),
+)
+def test_nvfp4_fields_that_the_transform_excludes(field, value):
+    """They are named, with both cures; made or assigned, in either way."""
+    made, assigned = NVFP4BlockScaling(**{field: value}), NVFP4BlockScaling()
+    setattr(assigned, field, value)
+    match = f"{field}={value!r} cannot be combined with random_hadamard_transform.*disable_rht=True"
+    for recipe in (made, assigned):
+        for context in (te.autocast(recipe=recipe), te.quantized_model_init(recipe=recipe)):
+            with pytest.raises(RuntimeError, match=match):
+                with context:
+                    pass
+        for name, params in NO_TRANSFORM.items():
+            setattr(recipe, name, params)
+        with te.autocast(recipe=recipe):
+            pass
+    with te.autocast(recipe=NVFP4BlockScaling(disable_rht=True, **{field: value})):
+        pass
+
+
+@pytest.mark.parametrize(
+    "field, value, name, option",
+    (
+        ("nvfp4_4over6", "weights", "fp4_quant_fwd_weight", "stochastic_rounding"),
+        ("nvfp4_4over6", "all", "fp4_quant_fwd_inp", "stochastic_rounding"),
+        ("row_scaled_activation", True, "fp4_quant_fwd_inp", "fp4_2d_quantization"),
+    ),
+)
+def test_nvfp4_fields_that_assigned_parameters_exclude(field, value, name, option):
+    recipe = NVFP4BlockScaling(disable_rht=True, **{field: value})
+    setattr(recipe, name, QParams(**{option: True}))
+    match = f"{field}={value!r} cannot be combined with {option} .*Assign {name} a QParams without"
+    with pytest.raises(RuntimeError, match=match):
+        with te.autocast(recipe=recipe):
+            pass
 
 
 def test_replace():
@@ -472,6 +592,23 @@ def test_recipes_are_made_and_changed_in_a_graph():
     expected = make(torch.ones(2))
     result = torch.compile(make, backend="eager", fullgraph=True)(torch.ones(2))
     assert result[1:] == expected[1:]
+
+
+def test_wrong_assignments_are_refused_in_a_graph():
+    recipe = Float8CurrentScaling()
+
+    def region(x):
+        with te.autocast(recipe=recipe):
+            return x + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(region, backend="eager", fullgraph=True)
+    compiled(torch.ones(2))
+    recipe.backward_override = "hp"
+    with pytest.raises(Exception, match="backward_override must be one of"):
+        compiled(torch.ones(2))
+    recipe.backward_override = "dequantized"
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
 
 
 def test_unknown_keywords_are_named_at_trace_time():

@@ -13,7 +13,13 @@ from typing import Tuple, Union
 
 import torch
 
-from ..common.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+from ..common.recipe import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Recipe,
+    RecipeError,
+)
 from .environment import constant_in_graphs
 from .formats.spec import decode_quant
 from .utils import get_device_compute_capability
@@ -141,16 +147,22 @@ def check_nvfp4_support() -> Tuple[bool, str]:
 
 
 def check_recipe_support(recipe: Recipe) -> None:
-    """Raise a RuntimeError if `recipe` is none, or has options that exclude each other. Hardware is
-    never a reason.
+    """Raise a RuntimeError if `recipe` is none, or has options that exclude each other, and a
+    `RecipeError` (a ValueError) if a field was assigned what a constructor would not take. Hardware
+    is never a reason.
     """
     if not isinstance(recipe, Recipe):
         raise RuntimeError(
             f"A recipe must be an instance of transformer_engine.common.recipe.Recipe, not"
             f" {type(recipe).__name__}."
         )
+    if recipe._problem:
+        raise RecipeError(
+            f"{type(recipe).__name__} was changed to what it can not be: {recipe._problem}"
+        )
     problem = _spec_problem(recipe._spec)
     if problem:
+        problem = recipe._conflict() or problem
         raise RuntimeError(f"{type(recipe).__name__} can not be computed as configured: {problem}")
 
 

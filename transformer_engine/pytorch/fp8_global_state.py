@@ -241,8 +241,9 @@ class FP8GlobalStateManager:
         state = cls.quantization_state
         if fp8_recipe is None and (enabled or calibrating):
             fp8_recipe = get_default_recipe()
-        if enabled:
+        if enabled or calibrating:
             check_recipe_support(fp8_recipe)
+        if enabled:
             refuse_recomputation(fp8_recipe)
         outermost = state.autocast_depth == 0
         first = True if outermost else state.is_first_fp8_module

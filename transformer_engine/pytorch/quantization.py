@@ -123,6 +123,8 @@ class autocast:  # pylint: disable=invalid-name
 
     Raises TypeError if another argument is a recipe.
 
+    Raises ValueError if a field of the recipe was assigned what its constructor would not take.
+
     Raises RuntimeError if the instance is active already, or if this version does not compute the
     recipe; nothing has changed then. Hardware is never a reason: what it lacks is computed by other
     means, with the same numbers.

@@ -5,6 +5,8 @@ Recipes do not depend on PyTorch. Which of them the modules of this version comp
 ``transformer_engine.pytorch.autocast``, which refuses the others.
 """
 
+from dataclasses import fields as _fields
+
 from ._base import BACKWARD_OVERRIDES as _BACKWARD_OVERRIDES
 from ._base import Format, MMParams, QParams, Recipe, RecipeError, _FormatHelper
 from ._block import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling
@@ -42,4 +44,8 @@ for _cls in (
     _FormatHelper,
 ):
     _cls.__module__ = __name__
+for _cls in Recipe.__subclasses__():
+    _cls._checked_by = _cls
+    _cls._argument_names = tuple(field.name for field in _fields(_cls) if field.init)
+    _cls._other_names = tuple(field.name for field in _fields(_cls) if not field.init)
 del _cls

@@ -104,8 +104,9 @@ def _warn_of_unknown(cls: type, names: str) -> None:
 class Recipe:
     """Base class of all recipes.
 
-    A recipe is a set of plain fields. They are checked when it is made and may be assigned freely
-    afterwards; two recipes of one class are equal if all fields are. Recipes are not hashable,
+    A recipe is a set of plain fields. They are checked when it is made. They may be assigned
+    afterwards, one after the other, through values that do not fit each other; contexts refuse a
+    recipe whose fields a constructor would not take, with its words. Two recipes of one class are equal if all fields are. Recipes are not hashable,
     because they can change. Unknown keyword arguments of a constructor do nothing, so that code
     written for other versions keeps working; a warning names them, and the field that may have been
     meant.
@@ -118,16 +119,51 @@ class Recipe:
     _spec = ""
     _update_rule = ""
     _complete = False
+    # What is wrong with fields that were assigned later; "" if nothing is.
+    _problem = ""
+    # Of each recipe: the class whose constructor checks, its arguments, and its other fields.
+    _checked_by: Optional[type] = None
+    _argument_names: tuple = ()
+    _other_names: tuple = ()
 
     def __setattr__(self, name: str, value: Any) -> None:
+        changed = self._complete
         object.__setattr__(self, name, value)
-        if self._complete:
+        if not self._complete:
+            return
+        # Always an attribute of the instance: graphs are bound to where it is found.
+        object.__setattr__(self, "_problem", self._find_problem(name) if changed else "")
+        if not self._problem:
             self._renew()
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
         object.__setattr__(self, "_complete", True)
-        self._renew()
+        object.__setattr__(self, "_problem", self._find_problem(""))
+        if not self._problem:
+            self._renew()
+
+    def _find_problem(self, assigned: str) -> str:
+        """What the constructor says about the values of the fields; "" if it takes them.
+
+        The field ``assigned`` gets the value that the constructor makes of it, as True of 1.
+        """
+        if self._checked_by is None:
+            return ""
+        arguments = {name: getattr(self, name) for name in self._argument_names}
+        try:
+            checked = self._checked_by(**arguments)
+            for name in self._other_names:
+                as_instance(name, getattr(self, name), QParams)
+        except RecipeError as error:
+            return str(error)
+        if assigned in self._argument_names:
+            object.__setattr__(self, assigned, getattr(checked, assigned))
+        return ""
+
+    def _conflict(self) -> str:
+        """Which fields exclude each other, with the cure; "" if that can not be said by fields."""
+        return ""
 
     @classmethod
     def _note_unknown(cls, unknown: dict) -> None:

@@ -237,6 +237,9 @@ class NVFP4BlockScaling(Recipe):
     _4OVER6_ERR_MODE. The attributes `fp4_quant_fwd_inp`, `fp4_quant_fwd_weight` and
     `fp4_quant_bwd_grad` hold the `QParams` of the three tensor roles.
 
+    `nvfp4_4over6` of activations, and `row_scaled_activation`, need `disable_rht=True`: contexts
+    refuse them with the transform, because the QParams may be assigned after construction.
+
     Raises `RecipeError` (a ValueError) for any other value.
     """
 
@@ -311,6 +314,32 @@ class NVFP4BlockScaling(Recipe):
             _SPLIT,
             self.backward_override,
         )
+
+    def _conflict(self) -> str:
+        for group, name in (
+            ("activations", "fp4_quant_fwd_inp"),
+            ("weights", "fp4_quant_fwd_weight"),
+        ):
+            params, fields = getattr(self, name), []
+            if self.nvfp4_4over6 in (group, "all"):
+                fields.append((f"nvfp4_4over6={self.nvfp4_4over6!r}", ()))
+            if group == "activations" and self.row_scaled_activation:
+                fields.append(("row_scaled_activation=True", ("fp4_2d_quantization",)))
+            for field_text, excluded in fields:
+                for option in ("random_hadamard_transform", "stochastic_rounding", *excluded):
+                    if not getattr(params, option):
+                        continue
+                    cure = f"Assign {name} a QParams without it."
+                    if option == "random_hadamard_transform":
+                        cure = (
+                            "Make the recipe with disable_rht=True, or assign QParams without it"
+                            " (fp4_quant_fwd_inp and fp4_quant_bwd_grad)."
+                        )
+                    return (
+                        f"{field_text} cannot be combined with {option} of the {group}, which"
+                        f" {name} has. {cure}"
+                    )
+        return ""
 
     def _quantization(self, params: QParams, group: str, row_scaled: bool) -> str:
         """One tensor role; `group` is its name in `nvfp4_4over6`, "" for gradients."""
