@@ -321,6 +321,7 @@ def test_assignment_is_checked_in_subclasses():
             self.config = config
 
     recipe = FromConfig(2)
+    # pylint: disable=attribute-defined-outside-init
     recipe.amax_history_len = 4
     with te.autocast(recipe=recipe):
         pass

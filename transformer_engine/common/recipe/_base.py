@@ -106,10 +106,10 @@ class Recipe:
 
     A recipe is a set of plain fields. They are checked when it is made. They may be assigned
     afterwards, one after the other, through values that do not fit each other; contexts refuse a
-    recipe whose fields a constructor would not take, with its words. Two recipes of one class are equal if all fields are. Recipes are not hashable,
-    because they can change. Unknown keyword arguments of a constructor do nothing, so that code
-    written for other versions keeps working; a warning names them, and the field that may have been
-    meant.
+    recipe whose fields a constructor would not take, with its words. Two recipes of one class are
+    equal if all fields are. Recipes are not hashable, because they can change. Unknown keyword
+    arguments of a constructor do nothing, so that code written for other versions keeps working; a
+    warning names them, and the field that may have been meant.
 
     Every assignment renews two strings, `_spec` and `_update_rule`, which say all that decides the
     numbers. They are what a compiled graph is bound to: it is traced again when they change, and
