@@ -9,6 +9,7 @@ import torch
 from torch._C._dynamo import guards
 
 import feature_report
+import thinning
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 if os.environ.get("TEST_DEVICE"):  # run the tests of one of them only
@@ -26,9 +27,17 @@ def pytest_configure(config):
     )
 
 
-def pytest_collection_modifyitems(items):
-    """See feature_report.py, also for the two below."""
+def pytest_collection_modifyitems(config, items):
+    """See thinning.py and feature_report.py, the latter also for the two below."""
+    thinning.thin(config, items)
     feature_report.attach(items)
+
+
+def pytest_report_header(config):
+    """Say so where not all cases run."""
+    if thinning.narrow(config):
+        return "a part of the largest matrices (tests/pytorch/thinning.py); TEST_WIDE=1 runs all"
+    return None
 
 
 def pytest_runtest_logreport(report):
