@@ -3,8 +3,8 @@
 
 A run of the whole directory on a CPU takes one in so many cases of the tests below, always the same
 ones, chosen by a hash of their names so that no parameter is left out in step with another. All of
-them run on a machine with a GPU, with ``TEST_WIDE=1``, and wherever files or cases are named or chosen
-(``-k``, ``-m``). Functions with few cases are left whole.
+them run on a machine with a GPU, with ``TEST_WIDE=1``, and wherever files or cases are named or
+chosen (``-k``, ``-m``). Functions with few cases are left whole.
 """
 
 from __future__ import annotations
