@@ -140,8 +140,10 @@ def _run(registered, function, config: str, tensors, history=None):
         # Kernels of ours know no batched or dual tensors; plain torch does.
         with force_backend("reference"):
             return outside_autocast(function, EAGER, cfg, *tensors)
-    if history is None or not isinstance(function, FunctionType):  # a stranger's that takes notes
+    if history is None:
         return outside_autocast(run_planned, function, config, (cfg,), tensors)
+    if not isinstance(function, FunctionType):  # one that takes notes (diagnostics)
+        return outside_autocast(_folding, EAGER, function, cfg, *tensors, history)
     how = (function, config), (function, cfg)
     return outside_autocast(run_planned, _folding, *how, (*tensors, history))
 
