@@ -11,9 +11,9 @@ AOTAutograd).
 from __future__ import annotations
 
 import functools
-import hashlib
 from pathlib import Path
 
+from ...common.sources import digest_of_sources
 from ..environment import set_flags
 
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -23,11 +23,7 @@ _NAME = "transformer_engine"
 @functools.lru_cache(maxsize=None)
 def source_digest() -> str:
     """Sixteen hexadecimal digits that depend on every Python file of the package."""
-    digest = hashlib.sha256()
-    for path in sorted(_PACKAGE.rglob("*.py")):
-        digest.update(str(path.relative_to(_PACKAGE)).encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+    return digest_of_sources(_PACKAGE)
 
 
 def tag_cache_keys() -> None:
