@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 import recipe_list
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.dynamo import module_function
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 K, N, FFN = 64, 48, 96  # width of the input, of a linear layer's output, of the MLP
@@ -214,3 +215,17 @@ class Twins:
     def compare(self):
         """Parameters, gradients and scaling state are equal."""
         assert_same_modules(self.module, self.eager)
+
+
+def recorded_runs(monkeypatch):
+    """A list that gets ``(op, arguments, results)`` of each eager run of a module op."""
+    calls, run = [], module_function._run
+
+    def record(registered, function, config, tensors, history=None):
+        del history  # without it amaxes are results, as the registered op returns them
+        results = run(registered, function, config, tensors)
+        calls.append((registered, (*tensors, config), results))
+        return results
+
+    monkeypatch.setattr(module_function, "_run", record)
+    return calls

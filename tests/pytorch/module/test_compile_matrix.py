@@ -11,7 +11,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from transformer_engine.pytorch.formats.activations import ACTIVATIONS
-from transformer_engine.pytorch.dynamo import module_function
 
 from compile_support import (
     GEMM_MODULES,
@@ -25,6 +24,7 @@ from compile_support import (
     gradient,
     graphs,
     random,
+    recorded_runs,
     recipe_of,
     with_recipe,
 )
@@ -198,15 +198,7 @@ def test_inductor_dtypes(kind, dtype, device):
 
 def recorded_ops(monkeypatch, module, recipe, rows, frozen=()):
     """``(op, arguments, results)`` of each module op that a forward and backward call."""
-    calls, run = [], module_function._run
-
-    def record(registered, function, config, tensors, history=None):
-        del history  # without it amaxes are results, as the registered op returns them
-        results = run(registered, function, config, tensors)
-        calls.append((registered, (*tensors, config), results))
-        return results
-
-    monkeypatch.setattr(module_function, "_run", record)
+    calls = recorded_runs(monkeypatch)
     for name, param in module.named_parameters():
         param.requires_grad_(not any(part in name for part in frozen))
     x = random(rows, K, device=next(module.parameters()).device)

@@ -22,7 +22,7 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
-from compile_support import Twins, graphs, random, with_recipe
+from compile_support import Twins, graphs, random, recorded_runs, with_recipe
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import CustomRecipe, MXFP8BlockScaling, NVFP4BlockScaling
@@ -31,7 +31,6 @@ from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.core import operand as operands
 from transformer_engine.pytorch.core import ops, weights
 from transformer_engine.pytorch.core.config import ModuleConfig
-from transformer_engine.pytorch.dynamo import module_function
 from transformer_engine.pytorch.formats.layout import LayoutFlags, Quantized
 from transformer_engine.pytorch.tensor import MXFP8Quantizer
 
@@ -309,20 +308,13 @@ def description(tensor):
 def test_fakes(kind, norm, recipe, shape, where, monkeypatch):
     """The fakes of the module ops, and of each norm, answer what the real ones return."""
     where.install(monkeypatch)
-    calls, run, norm_calls = [], module_function._run, []
+    calls, norm_calls = recorded_runs(monkeypatch), []
     norm_forward = ops.EAGER.norm_forward
-
-    def recorded(registered, function, config, tensors, history=None):
-        del history  # without it amaxes are results, as the registered op returns them
-        results = run(registered, function, config, tensors)
-        calls.append((registered, (*tensors, config), results))
-        return results
 
     def recorded_norm(*args):
         norm_calls.append((ops.GRAPH.norm_forward, args, norm_forward(*args)))
         return norm_calls[-1][-1]
 
-    monkeypatch.setattr(module_function, "_run", recorded)
     monkeypatch.setattr(ops.EAGER, "norm_forward", recorded_norm)
     rows, width, *_ = SHAPES[shape]
     for want in (False, True):
