@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def digest_of_sources(folder: Path, *versions: str) -> str:
-    """Sixteen hexadecimal digits that depend on ``versions`` and on every Python file in ``folder``.
+    """Sixteen hexadecimal digits that depend on ``versions`` and each Python file in ``folder``.
 
     On a file's path below ``folder`` and on its content.
     """
