@@ -100,9 +100,10 @@ def _multiplied(values: Tensor, scale: Tensor, block: int) -> Tensor:
     """``values [M, K]`` times ``scale``: [], or [M, ceil(K / block)]."""
     if not block:
         return values * scale
-    columns = values.shape[1]
-    blocks = _padded(values, block).reshape(-1, scale.shape[1], block)
-    return (blocks * scale.unsqueeze(2)).reshape(-1, scale.shape[1] * block)[:, :columns]
+    # The scales are cut, not the products: onnxruntime would move QuantizeLinear before the cut,
+    # and has no operator that cuts float8.
+    scale = scale.unsqueeze(2).expand(-1, -1, block).reshape(-1, scale.shape[1] * block)
+    return values * scale[:, : values.shape[1]]
 
 
 def _padded(values: Tensor, block: int) -> Tensor:
