@@ -2,6 +2,7 @@
 """What ``te.make_graphed_callables`` and its results may be given."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -200,10 +201,14 @@ def test_backward_of_an_earlier_call(device):
 
 
 def test_reset(device):
-    """Calls raise afterwards."""
-    module = build("Linear", device)
-    graphed(module, (sample_of(device),))
+    """Calls raise afterwards, and the static input is freed."""
+    module, sample = build("Linear", device), sample_of(device)
+    graphed(module, (sample,))
+    static = weakref.ref(sample)
+    del sample
+    assert static() is not None
     module.reset()
+    assert static() is None
     with pytest.raises(RuntimeError, match="was reset"):
         module(random(ROWS, K, device=device))
 

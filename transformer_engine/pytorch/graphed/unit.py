@@ -287,6 +287,7 @@ class Unit:  # pylint: disable=too-many-instance-attributes
             if graph is not None:
                 graph.reset()
         self._forget()
+        self.args, self.kwargs, self.inputs = (), {}, []
         self.closed = True
 
     # --- copies ----------------------------------------------------------------------------------
