@@ -8,7 +8,7 @@ import torch
 from eager_support import GEMM_MODULES, MODULES, NORMS, construct
 
 import transformer_engine.pytorch as te
-from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
 
 
 @pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP"])
@@ -70,6 +70,34 @@ def test_gathered_flag_is_kept_as_given():
     options = {"return_layernorm_output_gathered": True}
     assert construct("LayerNormLinear", **options).return_layernorm_output_gathered is False
     assert construct("LayerNormMLP", **options).return_layernorm_output_gathered is True
+
+
+@pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP"])
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling(), NVFP4BlockScaling()])
+def test_gathered_output_of_one_rank(kind, recipe, device):
+    """Where there is nothing to gather it is the norm output: values, shape, gradient."""
+    torch.manual_seed(0)
+    plain = construct(kind, device, return_layernorm_output=True)
+    gathering = construct(
+        kind, device, return_layernorm_output=True, return_layernorm_output_gathered=True
+    )
+    gathering.load_state_dict(plain.state_dict())
+    x = torch.randn(8, 4, 32, device=device)
+
+    def run(call):
+        leaf = x.clone().requires_grad_()
+        torch.manual_seed(1)
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            out, norm_output = call(leaf)
+        (out.sum() + norm_output.square().sum()).backward()
+        return out.detach(), norm_output.detach(), leaf.grad
+
+    expected = run(plain)
+    assert expected[1].shape == x.shape
+    compiled = torch.compile(gathering, backend="aot_eager", fullgraph=True)
+    for call in (gathering, compiled):
+        for got, wanted in zip(run(call), expected):
+            assert torch.equal(got, wanted)
 
 
 # --- attributes ----------------------------------------------------------------------------------
