@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import pathlib
 import statistics
@@ -175,7 +176,7 @@ def median_us(step, warm: int = 8, groups: int = 5) -> float:
     start = time.perf_counter()
     step()
     torch.cuda.synchronize()
-    steps = max(5, min(30, int(0.4 / (time.perf_counter() - start))))
+    steps = max(5, min(30, int(0.25 / (time.perf_counter() - start))))
     times = []
     for _ in range(groups):
         start = time.perf_counter()
@@ -204,6 +205,7 @@ def memory(case: Case) -> dict:
     """MiB kept after a forward and the peak of a step; see the head of the file."""
     for _ in range(3):
         case.step()
+    gc.collect()  # what is left of other cases
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -130,6 +130,7 @@ class ModuleConfig:
     recompute: bool = False  # keep the input only, and run the stages before fc2 again in backward
     delay_wgrad: bool = False  # return the operands of wgrad instead of its result
     again: tuple = ()  # linear stages that keep the weight itself and quantize it in backward again
+    free: bool = False  # backward frees what forward kept for nobody else, after its last use
 
     def needs(self, *names: str) -> bool:
         """Whether the gradient of any of the named inputs is wanted."""
@@ -187,6 +188,8 @@ def decode_config(text: str) -> ModuleConfig:
             fields["recompute"] = value == "1"
         elif key == "delay":
             fields["delay_wgrad"] = value == "1"
+        elif key == "free":
+            fields["free"] = value == "1"
         elif key == "inplace":
             pass  # of interest to autograd only, see ModuleFunction
         elif key == "again":

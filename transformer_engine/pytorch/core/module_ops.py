@@ -361,12 +361,16 @@ def layernorm_mlp_backward(
     act = restored_input(cfg, 1, a, tuple(kept_a), dy.shape[0], activation_producer(cfg))
     w2 = restored_weight(k, cfg, 1, kept_w2[0], kept_w2[1:])
     da, dw2 = linear_grad(k, cfg, 1, grad2, act, w2, need_dh, need_dw2, dy.dtype)
+    if cfg.free:
+        k.release(a, kept_a[0])
 
     db1 = amax_dh = dln = dw1 = None
     if need_dh:
         grad1, db1, amax_dh = activation_grad(
             k, cfg, da, h, bwd_scale, FC1_GRAD_OUTPUT, below, need_dw1, cfg.needs("fc1_bias")
         )
+        if cfg.free:
+            k.release(h)
         kept = (x_data, x_scale, x_amax)
         inputs = restored_input(cfg, 0, ln_out, kept, dy.shape[0], norm_producer(cfg))
         w1 = restored_weight(k, cfg, 0, kept_w1[0], kept_w1[1:]) if below else Operand()

@@ -227,6 +227,17 @@ def rounded(x, dtype):
     return x.clone() if y is x else y
 
 
+def release(*tensors):
+    """Free the memory of ``tensors``, although others refer to them: the backward node, frames.
+
+    Only eager backward passes do so (``cfg.free``), with tensors that nobody else can see.
+    Compiled graphs know when a tensor is used for the last time.
+    """
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.untyped_storage().resize_(0)
+
+
 def record_amax_(history, amaxes, slots):
     """Fold ``amaxes`` into row 0 of ``history``."""
     select(Request("record_amax_", history.device, history.dtype)).run(history, amaxes, slots)
@@ -252,6 +263,7 @@ EAGER = SimpleNamespace(
     rounded=rounded,
     accumulate_=accumulate_,
     requantize_=requantize_,
+    release=release,
     record_amax_=record_amax_,
     delayed_scaling_update_=delayed_scaling_update_,
 )

@@ -19,6 +19,13 @@ from ..torch_version import is_exporting
 from .capability import forward_mode, function_transform
 from .custom_op import OPS, materialized, save_plan, saved_tensors, unchecked_slots
 
+_FREES = ("layernorm_mlp",)  # ops whose backward frees activations that forward kept, see cfg.free
+_FREED = (
+    "This call of LayerNormMLP has begun its backward pass before, which freed the activations that"
+    " the forward pass had kept. Run the forward pass again; a backward pass that is to run twice"
+    " needs retain_graph=True the first time."
+)
+
 
 class ModuleFunction(torch.autograd.Function):
     """Autograd of a module call, in eager and under Dynamo.
@@ -61,6 +68,8 @@ class ModuleFunction(torch.autograd.Function):
         ctx.folds = fwd_history is not None
         # Plain attributes as well: other backwards add to the same destinations.
         ctx.fused, ctx.main_grads, ctx.store = fused, main_grads, store
+        ctx.frees = name in _FREES and store is None and _nobody_watches_saved_tensors()
+        ctx.freed = False
         # Compiled code always hands over a gradient, so the description of y is not needed there.
         compiling = torch.compiler.is_compiling()
         ctx.output = None if compiling else (outputs[0].shape, outputs[0].dtype, outputs[0].device)
@@ -77,6 +86,8 @@ class ModuleFunction(torch.autograd.Function):
 
 def _backward(ctx, *grads):
     op = OPS[ctx.name]
+    if ctx.freed:
+        raise RuntimeError(_FREED)
     grads = materialized(ctx.output, grads[: op.outputs])
     scale = (ctx.bwd_scale,) if op.takes_scale else ()
     saved = ctx.saved_tensors
@@ -87,7 +98,9 @@ def _backward(ctx, *grads):
     arguments = (*grads, *saved, *scale)
     if ctx.store is None:
         history = ctx.bwd_history if ctx.folds else None
-        results = _run(op.backward_op, op.backward, ctx.config, arguments, history)
+        free = ctx.frees and not _graph_is_kept()
+        ctx.freed = free
+        results = _run(op.backward_op, op.backward, ctx.config, arguments, history, free)
     else:
         results = _put_off(ctx.store, op, ctx.config, arguments, ctx.fused, ctx.output[2])
     if ctx.fused is not None and ctx.store is None:
@@ -99,6 +112,18 @@ def _backward(ctx, *grads):
             update_backward(ctx.bwd_history, ctx.bwd_scale, ctx.rule)
     grads = [None if i is None else results[i] for i in op.gradient_index]
     return (*(None,) * 10, *grads, *(None,) * len(ctx.main_grads))
+
+
+def _nobody_watches_saved_tensors() -> bool:
+    """Whether what is saved now reaches backward as it is, not through hooks that may keep it."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def _graph_is_kept() -> bool:
+    """Whether the running backward pass has ``retain_graph=True``."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _put_off(store, op, config: str, arguments, fused, device):
@@ -127,14 +152,16 @@ def _visible(op, outputs, want_norm_output: bool):
     return (outputs[0], outputs[1] if want_norm_output else None, *amaxes)
 
 
-def _run(registered, function, config: str, tensors, history=None):
+def _run(registered, function, config: str, tensors, history=None, free: bool = False):
     """One reading of a module function: the registered op where the dispatcher is watched.
 
     A ``history`` (fp32 [L, n]) belongs to the scales, the last of ``tensors``: its first row gets
-    the amaxes, unless they are returned.
+    the amaxes, unless they are returned. ``free``: the function may free what forward kept.
     """
     if through_dispatcher() or not is_plain(tensors[0]) or tensors[0].is_meta:
         return registered(*tensors, config)
+    if free:
+        config += ";free=1"
     cfg = decode_config(config)
     if function_transform() or forward_mode():
         # Kernels of ours know no batched or dual tensors; plain torch does.
