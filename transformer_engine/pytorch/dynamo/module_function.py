@@ -86,11 +86,11 @@ class ModuleFunction(torch.autograd.Function):
 
 def _backward(ctx, *grads):
     op = OPS[ctx.name]
+    saved = ctx.saved_tensors  # raises where torch has freed them
     if ctx.freed:
         raise RuntimeError(_FREED)
     grads = materialized(ctx.output, grads[: op.outputs])
     scale = (ctx.bwd_scale,) if op.takes_scale else ()
-    saved = ctx.saved_tensors
     if ctx.held:
         saved = list(saved)
         for i, tensor in zip(unchecked_slots(ctx.name, ctx.config), ctx.held):
