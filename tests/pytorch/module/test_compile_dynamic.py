@@ -171,6 +171,7 @@ LAYOUTS = [
     for kind in ("Linear", "LayerNormMLP", "LayerNorm")
     for layout in sorted(VIEWS)
 ]
+LAYOUTS += [("LayerNormLinear", layout, "aot_eager") for layout in ("transposed", "expanded")]
 LAYOUTS += [("LayerNormMLP", layout, "inductor") for layout in ("transposed", "expanded")]
 
 

@@ -30,6 +30,8 @@ from compile_support import (
 )
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+OPTION = "options (bias, activation, zero-centred gamma, returned outputs)"
+OPTIONS = pytest.mark.feature(OPTION, modes=("eager", "compiled"))
 STEPS = ((24, "random"), (40, "expanded"), (17, "transposed"))
 
 # Every flag on and off, and every pair of them in both combinations at least once.
@@ -60,9 +62,7 @@ def train(module, recipe, device, dtype=BF16, backend="aot_eager"):
     assert graphs() == 1
 
 
-@pytest.mark.feature(
-    "options (bias, activation, zero-centred gamma, returned outputs)", modes=("eager", "compiled")
-)
+@OPTIONS
 @pytest.mark.parametrize("index", range(len(FLAGS)), ids=[named(flags) for flags in FLAGS])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ("LayerNormLinear", "LayerNormMLP"))
@@ -81,9 +81,7 @@ OTHER_FLAGS = [
 ]
 
 
-@pytest.mark.feature(
-    "options (bias, activation, zero-centred gamma, returned outputs)", modes=("eager", "compiled")
-)
+@OPTIONS
 @pytest.mark.parametrize("kind,recipe,index", OTHER_FLAGS)
 def test_flags_of_other_recipes(kind, recipe, index, device):
     """As `test_flags`."""
@@ -93,6 +91,7 @@ def test_flags_of_other_recipes(kind, recipe, index, device):
     train(build(kind, device, **options), recipe, device)
 
 
+@pytest.mark.feature(OPTION, modes=("eager", "compiled"), modules=("Linear",))
 @pytest.mark.parametrize("flags", FLAGS[:3] + ({"bias": False, "return_bias": True},), ids=named)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_linear_flags(recipe, flags, device):
@@ -116,6 +115,7 @@ ACTIVATION_CASES += [
 ]
 
 
+@pytest.mark.feature(OPTION, modes=("eager", "compiled"), modules=("LayerNormMLP",))
 @pytest.mark.parametrize("activation,recipe", ACTIVATION_CASES)
 def test_activations(activation, recipe, device):
     """All activations, with parameters that are not the defaults where there are some."""

@@ -278,7 +278,16 @@ def outside_autocast(run, *args):
 
 
 def below_autograd(run, *args):
-    """``run(*args)`` as the body of a registered op: no autograd, no ambient autocast."""
+    """``run(*args)`` as the body of a registered op: no autograd, no ambient autocast.
+
+    Raises RuntimeError in forward-mode differentiation: torch calls the body without the tangents,
+    and takes the results for constants.
+    """
+    if torch.autograd.forward_ad._current_level >= 0:
+        raise RuntimeError(
+            "forward-mode differentiation (torch.func.jvp) has no rule for this package's ops in a"
+            " compiled or exported program. Use y.backward() or torch.autograd.grad."
+        )
     with torch._C._AutoDispatchBelowAutograd():
         return outside_autocast(run, *args)
 
