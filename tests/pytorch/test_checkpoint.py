@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from feature_report import trained_feature
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -108,6 +109,7 @@ def assert_same_steps(calls, modules, recipe, device, place="around", steps=3):
 # --- every kind of recipe, place and way ----------------------------------------------------------
 
 
+@pytest.mark.feature("te.checkpoint", modes=("eager",))
 @pytest.mark.parametrize("place", ("around", "inside"))
 @both_ways
 @both_checkpoints
@@ -695,15 +697,24 @@ def saving(name):
     return functools.partial(create_selective_checkpoint_contexts, policy)
 
 
+# Each module and its op; with weights cached or not.
+POLICIES = [
+    ("LayerNormMLP", r, first) for r in ("none", "current", "delayed") for first in (None, True)
+]
+POLICIES += [(kind, "delayed", None) for kind in ("Linear", "LayerNormLinear")]
+OPS = {"Linear": "linear", "LayerNormLinear": "layernorm_linear", "LayerNormMLP": "layernorm_mlp"}
+
+
+@trained_feature("selective checkpoint policies", modes=("eager",))
 @both_checkpoints
-@pytest.mark.parametrize("recipe", ("none", "current", "delayed"))
-@pytest.mark.parametrize("first", (None, True))
-def test_selective_policy(recipe, which, first, monkeypatch, device):
-    """A policy that names ``transformer_engine::layernorm_mlp``: it is not computed again."""
-    module, kept = build("LayerNormMLP", device), recipe_of(recipe)
+@pytest.mark.parametrize("kind,recipe,first", POLICIES)
+def test_selective_policy(kind, recipe, which, first, monkeypatch, device):
+    """A policy that names the op of a module: it is not computed again."""
+    module, kept = build(kind, device), recipe_of(recipe)
     twin, checkpoint = copy.deepcopy(module), CHECKPOINTS[which]
-    calls = count_calls(monkeypatch, ("norm_forward",))
-    for name, forwards in (("layernorm_mlp", 1), ("linear", 2)):
+    calls = count_calls(monkeypatch, ("gemm" if kind == "Linear" else "norm_forward",))
+    of_backward = 2 if kind == "Linear" else 0
+    for name, passes in ((OPS[kind], 1), ("normalization", 2)):
         for seed in range(2):
             results = []
             for m in (module, twin):
@@ -721,7 +732,7 @@ def test_selective_policy(recipe, which, first, monkeypatch, device):
                     else:
                         y = call(x.sin()).cos()
                 y.backward(gradient(y))
-                assert len(calls) == (forwards if m is module else 1)
+                assert len(calls) == (passes if m is module else 1) + of_backward
                 results.append(x.grad)
             assert_same_bits(*results, "input gradient")
             assert_same_modules(module, twin)
@@ -730,16 +741,33 @@ def test_selective_policy(recipe, which, first, monkeypatch, device):
 # --- compiled -------------------------------------------------------------------------------------
 
 
+IN_GRAPH = [("LayerNormMLP", recipe) for recipe in ("none", "current", "mxfp8", "nvfp4")]
+IN_GRAPH += [("Linear", "nvfp4"), ("LayerNormLinear", "current")]
+
+
+@pytest.mark.feature("te.checkpoint", modes=("compiled",))
 @pytest.mark.parametrize("place", ("around", "inside"))
-@pytest.mark.parametrize("policy", (None, "layernorm_mlp"))
 @compilers
-@pytest.mark.parametrize("recipe", ("none", "current", "mxfp8", "nvfp4"))
-def test_in_a_graph(recipe, backend, policy, place, device):
-    """te.checkpoint in a compiled function; the region around it or in it; policies too."""
+@pytest.mark.parametrize("kind,recipe", IN_GRAPH)
+def test_in_a_graph(kind, recipe, backend, place, device):
+    """te.checkpoint in a compiled function; the region around it or in it."""
+    check_in_a_graph(kind, recipe, backend, place, device)
+
+
+@trained_feature("selective checkpoint policies", modes=("compiled",))
+@pytest.mark.parametrize("place", ("around", "inside"))
+@compilers
+@pytest.mark.parametrize("kind,recipe", IN_GRAPH)
+def test_policy_in_a_graph(kind, recipe, backend, place, device):
+    """The same with a policy that keeps what the module returns."""
+    check_in_a_graph(kind, recipe, backend, place, device, context_fn=saving(OPS[kind]))
+
+
+def check_in_a_graph(kind, recipe, backend, place, device, **options):
+    """One graph, and the bits of a module that keeps everything."""
     reset()
-    module, kept = build("LayerNormMLP", device), recipe_of(recipe)
+    module, kept = build(kind, device, recipe=recipe), recipe_of(recipe)
     twin = copy.deepcopy(module)
-    options = {} if policy is None else {"context_fn": saving(policy)}
 
     def step(x):
         with (
@@ -788,6 +816,11 @@ def test_a_graph_keeps_less(backend, device):
         assert kept[0] < kept[2]
 
 
+@pytest.mark.feature(
+    "te.checkpoint",
+    modes=("compiled",),
+    no="DelayedScaling in compiled code: runs in eager, with a warning; not around compiled code",
+)
 def test_delayed_scaling_in_a_graph_falls_back(device):
     """With a warning; with fullgraph the reason is in the error."""
     reset()

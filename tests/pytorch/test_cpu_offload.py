@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from feature_report import trained_feature
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
@@ -116,6 +117,9 @@ def enabled(num_layers=2, model_layers=4, **options):
 # --- numbers --------------------------------------------------------------------------------------
 
 
+@trained_feature(
+    "activation offload", modes=("eager",), modules=("LayerNormLinear", "LayerNormMLP")
+)
 @pytest.mark.parametrize("recipe", ("none", *ALL_RECIPES))
 def test_bits_are_those_without(recipe, device):
     """Outputs, gradients and, over several steps, the state of delayed scaling."""
@@ -440,6 +444,9 @@ def test_start_offload_of_what_is_not_saved(device):
 # --- with other things ----------------------------------------------------------------------------
 
 
+@trained_feature(
+    "activation offload", modes=("compiled",), modules=("LayerNormLinear", "LayerNormMLP")
+)
 @pytest.mark.parametrize("recipe,primary", (("none", False), ("delayed", False), ("nvfp4", True)))
 def test_compiled_layers(recipe, primary, device):
     """The context around compiled layers moves what they save; weights stay."""
@@ -458,6 +465,29 @@ def test_compiled_layers(recipe, primary, device):
         assert (WIDE, WIDE) not in [shape for shape, dtype in copies[0] if dtype == BF16]
         if primary:  # the bytes of its weight: [64, 32], of the input [64, 16]
             assert (WIDE, WIDE // 2) not in [shape for shape, _ in copies[0]]
+        assert_same([tested], [wanted])
+        assert_same(gradients(layers, y, tested), gradients(plain, x, wanted))
+
+
+@trained_feature("activation offload", modules=("Linear",))
+@pytest.mark.parametrize("compiled", (False, True))
+@pytest.mark.parametrize("recipe", ("none", "delayed", "mxfp8"))
+def test_linear_layers(recipe, compiled, device):
+    """Layers without a norm, in eager and compiled."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    options = {"params_dtype": BF16, "device": device}
+    plain = torch.nn.ModuleList(te.Linear(WIDE, WIDE, **options) for _ in range(4))
+    layers, recipe = copy.deepcopy(plain), recipe_of(recipe)
+    if compiled:
+        for layer in layers:
+            layer.compile(fullgraph=True, backend="aot_eager")
+    context, sync = enabled()
+    for seed in range(2):
+        x, y = given(device, seed), given(device, seed)
+        wanted = forward(plain, x, recipe)
+        tested = forward(layers, y, recipe, context, sync)
+        assert all(offloaded(context)[:2]) and not any(offloaded(context)[2:])
         assert_same([tested], [wanted])
         assert_same(gradients(layers, y, tested), gradients(plain, x, wanted))
 

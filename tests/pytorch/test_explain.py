@@ -303,6 +303,12 @@ class Model(torch.nn.Module):
             return self.back(self.twice(x))
 
 
+@pytest.mark.feature(
+    "te.explain",
+    modes=("compiled",),
+    modules=("LayerNormLinear",),
+    others="a program has no modules to explain",
+)
 @pytest.mark.parametrize("compiled", (False, True))
 def test_names_calls_and_recipes(compiled, device):
     model = Model(device, compiled)
@@ -498,6 +504,7 @@ def train(module, x, recipe, first=None):
     return y
 
 
+@pytest.mark.feature("te.explain", modes=("eager",), others="a program has no modules to explain")
 @pytest.mark.parametrize("used", (False, True))
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", GEMM_MODULES)
@@ -620,6 +627,12 @@ class Wrapper(torch.nn.parallel.DistributedDataParallel):
         self.module = module
 
 
+@pytest.mark.feature(
+    "te.explain",
+    modes=("compiled",),
+    modules=("Linear", "LayerNormMLP"),
+    others="a program has no modules to explain",
+)
 @pytest.mark.parametrize("how", ("wrapped", "in place", "part", "ddp"))
 def test_compiled_modules_are_explained_in_eager(how, device):
     """Nothing is compiled for it, no graph is lost by it, and the rows are those of the module."""

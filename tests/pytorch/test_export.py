@@ -114,6 +114,12 @@ def test_surrounding_autocast(strict, device):
     assert "quantize" in te_ops(program.run_decompositions())
 
 
+@pytest.mark.feature(
+    "norm output returned, with its gradient",
+    modes=("exported",),
+    modules=("LayerNormLinear", "LayerNormMLP"),
+    other_modules="the module has no norm",
+)
 @STRICT
 def test_outputs_of_modules(strict, device):
     """Bias and norm output come out of the program as of the module."""

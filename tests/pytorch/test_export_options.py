@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.export with what else users combine with it: the program has the bits of eager."""
 
+import copy
+
 import pytest
 import torch
 
-from deployment_support import Recipe, exported
+from deployment_support import Recipe, exported, trained
 from compile_support import (
     GEMM_MODULES,
     K,
@@ -17,11 +19,15 @@ from recipe_list import recipe_of
 from test_compile_dynamic import VIEWS
 from test_compile_matrix import FLAGS, OPTION, named
 from test_compile_transforms import NO_RULE, TRANSFORMS
-from test_export import assert_equal_programs
+from test_export import STRICT, assert_equal_programs
 
+import transformer_engine.pytorch as te
 from transformer_engine.pytorch.formats.activations import ACTIVATIONS
 
 EACH = pytest.mark.parametrize("kind", GEMM_MODULES)
+EDGES = ("Linear", "LayerNormLinear")  # the modules with fp8_output and fp8_grad
+NO_QUANTIZED = "graphs and programs have plain tensors as results and gradients"
+NOT_RECORDED = "a program records nothing: calibrate the module before its export"
 NORM_FLAGS = {"return_layernorm_output", "zero_centered_gamma", "eps"}
 FLAG_CASES = [
     pytest.param(kind, flags, id=f"{kind}-{named(flags)}")
@@ -182,8 +188,134 @@ def test_transforms_are_refused(kind, recipe, grad, device):
         program = exported(model, x.clone().requires_grad_(grad))
     called = program.module()
     for transform in TRANSFORMS.values():
-        with pytest.raises(RuntimeError, match="functorch transforms|Batching rule|forward-mode"):
+        # Programs switch gradients off and on by nodes of their own, which an error may part.
+        with (
+            torch.enable_grad(),
+            pytest.raises(RuntimeError, match="functorch transforms|Batching rule|forward-mode"),
+        ):
             transform(lambda x: as_tuple(called(x))[0].float().square().sum(), x)
     lowered = program.run_decompositions().module()
-    with pytest.raises(RuntimeError, match="forward-mode"):
+    with torch.enable_grad(), pytest.raises(RuntimeError, match="forward-mode"):
         TRANSFORMS["jvp"](lambda x: as_tuple(lowered(x))[0].float().square().sum(), x)
+
+
+# --- quantized tensors at the edges, recomputation, calibration ----------------------------------
+
+
+@pytest.mark.feature("quantized inputs", modes=("exported",))
+@STRICT
+@EACH
+def test_quantized_inputs(kind, strict, device):
+    """A program that was exported with a quantized tensor takes others of its kind."""
+    model = Recipe(build(kind, device), recipe_of("current")).eval()
+    first, second = (
+        te.MXFP8Quantizer(te.DType.kFloat8E4M3)(random(32, K, device=device, seed=seed))
+        for seed in range(2)
+    )
+    with torch.no_grad():
+        program = torch.export.export(model, (first,), strict=strict)
+        assert_same_bits(program.module()(second), model(second), "output")
+
+
+@pytest.mark.feature("fp8_output", modes=("exported",), no=NO_QUANTIZED, modules=EDGES)
+@pytest.mark.feature("fp8_grad", modes=("exported",), no=NO_QUANTIZED, modules=EDGES)
+@STRICT
+@pytest.mark.parametrize("option", ("fp8_output", "fp8_grad"))
+@pytest.mark.parametrize("kind", EDGES)
+def test_quantized_results_are_refused(kind, option, strict, device):
+    """A program has plain tensors; without gradients fp8_grad asks for nothing."""
+    model = Recipe(build(kind, device), recipe_of("current"), **{option: True}).eval()
+    x = random(32, K, device=device).requires_grad_()
+    with pytest.raises(Exception, match=f"{option}=True") as error:
+        exported(model, x, strict)
+    assert strict or error.type is RuntimeError
+    if option == "fp8_grad":
+        with torch.no_grad():
+            program = exported(model, x.detach(), strict)
+        assert_equal_programs(model, (program,), device)
+
+
+class Checkpointed(torch.nn.Module):
+    """A model that recomputes its module in backward."""
+
+    def __init__(self, module, recipe, **options):
+        super().__init__()
+        self.module, self.recipe, self.options = module, recipe, options
+
+    def forward(self, x):
+        """``x [rows, K]``."""
+        with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            return te.checkpoint(self.module, x, **self.options)
+
+
+def assert_equal_gradients(model, strict, device):
+    """Output and gradients of a program that was exported with gradients."""
+    model.zero_grad()
+    program = exported(model, random(32, K, device=device).requires_grad_(), strict).module()
+    results = []
+    for run in (program, copy.deepcopy(model)):
+        x = random(48, K, device=device, seed=3).requires_grad_()
+        y = run(x)
+        y.backward(random(*y.shape, device=device, seed=4))
+        grads = {name: p.grad for name, p in run.named_parameters()}
+        results.append({"output": y, "input gradient": x.grad, **grads})
+    assert set(results[0]) == set(results[1]) and all(g is not None for g in results[1].values())
+    for name, value in results[1].items():
+        assert_same_bits(results[0][name], value, name)
+
+
+@pytest.mark.feature("te.checkpoint", modes=("exported",))
+@STRICT
+@EACH
+def test_te_checkpoint(kind, strict, device):
+    """A program has the module once, whatever its backward keeps."""
+    module = build(kind, device)
+    for reentrant in (False, True):
+        model = Checkpointed(module, recipe_of("current"), use_reentrant=reentrant)
+        assert_equal_gradients(model, strict, device)
+    model = Checkpointed(module, recipe_of("delayed"), use_reentrant=False)
+    trained(model, device)
+    with torch.no_grad():
+        program = exported(model, random(32, K, device=device), strict)
+    assert_equal_programs(model, (program,), device)
+
+
+@pytest.mark.feature(
+    "LayerNormMLP(checkpoint=True)", modes=("exported",), modules=("LayerNormMLP",)
+)
+@STRICT
+def test_recomputing_mlp(strict, device):
+    """In a program its gradients are those of eager, too."""
+    module = build("LayerNormMLP", device, checkpoint=True, activation="swiglu")
+    assert_equal_gradients(Recipe(module, recipe_of("current")), strict, device)
+
+
+class Calibrating(torch.nn.Module):
+    """A model that records amaxes and computes in high precision."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module, self.recipe = module, recipe_of("delayed")
+
+    def forward(self, x):
+        """``x [rows, K]``."""
+        with te.autocast(enabled=False, calibrating=True, recipe=self.recipe):
+            return self.module(x)
+
+
+@pytest.mark.feature("calibration", modes=("exported",), no=NOT_RECORDED)
+@STRICT
+@EACH
+def test_calibration_is_not_in_a_program(kind, strict, device):
+    """It computes in high precision and records nothing; the export neither."""
+    model = Calibrating(build(kind, device))
+    with torch.no_grad():
+        model(random(32, K, device=device))  # makes the state
+        history = model.module._delayed_scaling.fwd_history
+        before = history.zero_().clone()
+        program = exported(model, 100 * random(32, K, device=device), strict)
+        x = 100 * random(48, K, device=device, seed=1)
+        y = program.module()(x)
+        assert_same_bits(history, before, "amax history")
+        assert_same_bits(y, model(x), "output")
+        assert not torch.equal(history, before)

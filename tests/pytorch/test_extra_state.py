@@ -82,6 +82,11 @@ FORMS = {
 }
 
 
+@pytest.mark.feature(
+    "checkpoints of the reference package",
+    modes=("eager",),
+    others="loaded outside of compiled and exported code; see state_dict",
+)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_resumes_bit_by_bit(kind, form, device):

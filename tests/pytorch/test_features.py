@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import feature_report
+
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = importlib.util.spec_from_file_location("table", ROOT / "build_tools" / "feature_table.py")
 feature_table = importlib.util.module_from_spec(SPEC)
@@ -33,7 +35,8 @@ def test_the_committed_table_is_not_stale(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    table = feature_table.table(json.loads(target.read_text(encoding="utf-8")))
+    claims = json.loads(target.read_text(encoding="utf-8"))
+    table = feature_table.table(claims, feature_table.kept_claims())
     committed = (ROOT / "docs" / "features.rst").read_text(encoding="utf-8")
     how = "TE_FEATURE_REPORT=f.json pytest -m feature; python build_tools/feature_table.py f.json"
     assert table == committed, f"docs/features.rst is stale. Make it anew: {how}"
@@ -42,12 +45,13 @@ def test_the_committed_table_is_not_stale(tmp_path):
 def claim(outcome, **changes):
     """One test's claim."""
     values = {"feature": "f", "modules": ["Linear"], "modes": ["eager"], "no": "", "others": ""}
-    return {**values, "other_modules": "", "outcome": outcome, **changes}
+    values.update(other_modules="", needs="", where="", outcome=outcome)
+    return {**values, **changes}
 
 
-def cells(*claims):
+def cells(*claims, kept=()):
     """The cells of the first row, and the notes."""
-    text = feature_table.table(claims)
+    text = feature_table.table(claims, kept)
     row = next(line for line in text.splitlines() if line.startswith("f "))
     return re.split(r"  +", row)[1:], re.findall(r"^\d+\. (.*)$", text, re.M)
 
@@ -65,3 +69,27 @@ def test_cells():
     found, notes = cells(claim("passed", others="of eager", other_modules="of Linear"))
     assert found == ["yes", *["\\- (1)"] * 2, *["\\- (2)"] * 6]
     assert notes == ["of eager", "of Linear"]
+
+
+def test_cells_that_need_a_gpu():
+    """They say which GPU showed it; a run without one neither claims it nor takes it back."""
+    rest = ["\\- (2)"] * 8
+    there = claim("passed", needs="cuda", where="GPU")
+    for outcome in ("skipped", "collected"):
+        found, notes = cells(claim(outcome, needs="cuda"))
+        assert found == ["\\- (1)", *rest] and notes == [feature_table.NO_GPU, "no test of it yet"]
+        found, notes = cells(claim(outcome, needs="cuda"), kept=feature_table.to_keep([there]))
+        assert found == ["yes (1)", *rest] and notes[0] == "needs CUDA; tested on GPU"
+        other = {**there, "feature": "g"}
+        assert cells(claim(outcome, needs="cuda"), kept=[other])[0] == ["\\- (1)", *rest]
+    assert cells(claim("failed", needs="cuda"), kept=[there])[0][0] == "FAILED"
+    failed = claim("failed", needs="cuda", where="GPU")
+    assert feature_table.to_keep([there, failed, claim("passed")]) == []
+
+
+def test_the_stand_in_for_a_gpu_shows_nothing():
+    """A test that passed with device="cpu" is no claim of what needs CUDA; one that failed is."""
+    kept = {"needs": "cuda", "shown": False}
+    assert feature_report._with_outcome(kept, "passed")["outcome"] == "skipped"
+    assert feature_report._with_outcome(kept, "failed")["outcome"] == "failed"
+    assert feature_report._with_outcome({**kept, "shown": True}, "passed")["outcome"] == "passed"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from feature_report import trained_feature
 from diagnostics_support import BF16, F, GEMM_MODULES, K, M, N, NORMS, build, given, under
 from module.recipe_list import ALL_RECIPES, out_features, recipe_of
 
@@ -193,6 +194,11 @@ def check(module, x, recipe, wanted, **kwargs):
 # --- bytes ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature(
+    "te.memory_report; compiled code keeps no more",
+    modes=("eager",),
+    others="see gradients of an exported program",
+)
 @pytest.mark.parametrize("rows", (M, 160))
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", GEMM_MODULES)
@@ -413,6 +419,12 @@ PAIRS = [("LayerNormMLP", recipe) for recipe in RECIPES]
 PAIRS += [(kind, r) for kind in GEMM_MODULES[:2] for r in ("none", "delayed", "nvfp4", "mxfp8_dq")]
 
 
+@pytest.mark.feature(
+    "te.memory_report; compiled code keeps no more",
+    modes=("compiled",),
+    others="see gradients of an exported program",
+)
+@trained_feature("saved tensors freed by backward", modes=("compiled",))
 @pytest.mark.parametrize("kind,recipe", PAIRS)
 def test_compiled_keeps_no_more(kind, recipe, device):
     """What AOTAutograd saves between its forward and backward graph, by storage."""
@@ -452,6 +464,7 @@ def test_inductor_keeps_no_more(recipe, device):
 # --- nothing stays --------------------------------------------------------------------------------
 
 
+@trained_feature("saved tensors freed by backward", modes=("eager",))
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", GEMM_MODULES)
 def test_freed_by_backward(kind, recipe, device):

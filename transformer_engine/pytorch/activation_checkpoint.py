@@ -59,13 +59,16 @@ def checkpoint(
     * `context_fn`, `determinism_check`, `debug`: as in ``torch.utils.checkpoint.checkpoint``
       without reentrance; `context_fn` takes ``create_selective_checkpoint_contexts``
 
-    In a compiled function this is ``torch.utils.checkpoint.checkpoint(use_reentrant=False)``.
+    In a compiled function this is ``torch.utils.checkpoint.checkpoint(use_reentrant=False)``; an
+    exported program has the computation of `function` once.
 
     Raises RuntimeError if `distribute_saved_activations` is set without torch.distributed.
     """
     args, distribute_saved_activations, get_rng_state_tracker, tp_group = _old_arguments(
         args, distribute_saved_activations, get_rng_state_tracker, tp_group
     )
+    if torch.compiler.is_exporting():
+        return function(*args, **kwargs)
     options = {}
     if not use_reentrant or torch.compiler.is_compiling():
         options = {"determinism_check": determinism_check, "debug": debug}

@@ -8,6 +8,7 @@ import copy
 import processes
 import pytest
 import torch
+from feature_report import trained_feature
 from models import (
     WIDE,
     assert_same,
@@ -335,10 +336,14 @@ def found(tmp_path_factory):
     return processes.run_checks("test_fsdp2", tmp_path_factory.mktemp("fsdp2"))
 
 
-@pytest.mark.feature(
-    "FSDP2", modes=("eager", "compiled"), others="part of training, not of an exported program"
-)
+def marked(label):
+    """What a check shows: FSDP1, compiled or not, or FSDP2."""
+    mode = "compiled" if "compiled" in label else "eager"
+    engine = "FSDP1" if label.startswith("fsdp1") else "FSDP2"
+    return pytest.param(label, marks=trained_feature(engine, modes=(mode,)))
+
+
 @needs_distributed
-@pytest.mark.parametrize("label", CHECKS)
+@pytest.mark.parametrize("label", [marked(label) for label in CHECKS])
 def test_two_processes(found, label):
     processes.assert_passed(found, label)

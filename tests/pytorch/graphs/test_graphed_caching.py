@@ -61,6 +61,12 @@ def microbatches(modules, recipe, device, minibatches=3):
         assert_same_modules(*modules)
 
 
+@pytest.mark.feature(
+    "te.make_graphed_callables with fp8_weight_caching",
+    modes=("eager",),
+    needs="cuda",
+    others="see te.make_graphed_callables",
+)
 @pytest.mark.parametrize("kind", GEMM_MODULES)
 @pytest.mark.parametrize("recipe", ALL_RECIPES)
 def test_microbatches(kind, recipe, device):

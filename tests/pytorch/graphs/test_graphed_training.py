@@ -33,6 +33,13 @@ from transformer_engine.pytorch import graph
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 
+@pytest.mark.feature(
+    "te.make_graphed_callables",
+    modes=("eager",),
+    modules=("LayerNormMLP",),
+    needs="cuda",
+    others="replays are made by eager code",
+)
 @pytest.mark.parametrize("recipe", ("none", *ALL_RECIPES))
 def test_training(recipe, device):
     """Replays with new data and new scales; gradients accumulate; parameters change."""
@@ -44,6 +51,12 @@ def test_training(recipe, device):
     assert_same_modules(model, twin)
 
 
+@pytest.mark.feature(
+    "te.make_graphed_callables",
+    modes=("eager",),
+    needs="cuda",
+    others="replays are made by eager code",
+)
 @pytest.mark.parametrize("kind", ("Linear", "LayerNormLinear"))
 @pytest.mark.parametrize("recipe", ("none", *ALL_RECIPES))
 def test_each_module(kind, recipe, device):
@@ -216,6 +229,12 @@ def test_a_copy_has_no_graphs(device):
         pickle.dumps(module)
 
 
+@pytest.mark.feature(
+    "te.make_graphed_callables",
+    modes=("compiled",),
+    no="a replay of a graph of its own: it leaves compiled code, with a warning",
+    others="replays are made by eager code",
+)
 def test_compiled_code_falls_back(device):
     """A graphed module leaves compiled code, with a warning or an error."""
     module, recipe = build("Linear", device), Float8CurrentScaling()

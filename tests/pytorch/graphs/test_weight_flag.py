@@ -46,8 +46,16 @@ def contents(entry):
     return [buffer for buffer in entry.operand_buffers() if buffer is not None]
 
 
-@pytest.mark.parametrize("recipe", ALL_RECIPES)
-@pytest.mark.parametrize("kind", ("Linear", "LayerNormMLP"))
+@pytest.mark.feature(
+    "weight caching decided by a flag on the device",
+    modes=("eager",),
+    others="training in replays; cached weights are constants of a program",
+)
+@pytest.mark.parametrize(
+    "kind,recipe",
+    [(kind, recipe) for kind in ("Linear", "LayerNormMLP") for recipe in ALL_RECIPES]
+    + [("LayerNormLinear", recipe) for recipe in FEW],
+)
 def test_flag_in_eager(kind, recipe, device):
     """0 writes what a fresh quantization would make, 1 leaves it; amaxes count when written."""
     module, kept = build(kind, device, recipe=recipe), recipe_of(recipe)
@@ -169,6 +177,11 @@ def with_cache(kind, recipe, device):
     return module
 
 
+@pytest.mark.feature(
+    "weight caching decided by a flag on the device",
+    modes=("compiled",),
+    others="training in replays; cached weights are constants of a program",
+)
 @pytest.mark.parametrize(
     "kind,recipe",
     [(kind, recipe) for kind in GEMM_MODULES[:2] for recipe in FEW]

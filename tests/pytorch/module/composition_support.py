@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from feature_report import trained_feature  # noqa: F401  # pylint: disable=unused-import
 
 import transformer_engine.pytorch as te
 
@@ -49,12 +50,6 @@ def assert_equal(pair, what):
     """Both tensors of a pair have the same bits."""
     tested, eager = pair
     assert_same_bits(tested, eager, what)
-
-
-def trained_feature(name):
-    """A row of docs/features.rst, shown by a test of each module, in eager and compiled."""
-    training = "part of training, not of an exported program"
-    return pytest.mark.feature(name, modes=("eager", "compiled"), others=training)
 
 
 def square(kind, device):

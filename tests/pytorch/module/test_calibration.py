@@ -26,6 +26,7 @@ def inference(module, x, recipe):
         return module(x)
 
 
+@pytest.mark.feature("calibration", modes=("eager", "compiled"))
 @pytest.mark.parametrize("grad", (True, False), ids=("grad", "no_grad"))
 @pytest.mark.parametrize("kind", GEMM_MODULES)
 def test_scales_of_calibration(kind, grad, device):

@@ -159,6 +159,12 @@ def test_microbatches_inductor_on_cuda(kind, recipe):
     run_regression(kind, recipe, modes_of(kind), "cuda", backend="inductor")
 
 
+@pytest.mark.feature(
+    "CUDA graphs of Inductor with weight caching",
+    modes=("compiled",),
+    needs="cuda",
+    others="a mode of torch.compile",
+)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
 @pytest.mark.parametrize("deferred", (False, True), ids=("immediate", "deferred"))
 @pytest.mark.parametrize("recipe", (*RECIPES, *OTHER_RECIPES))
@@ -169,6 +175,12 @@ def test_microbatches_cuda_graphs(kind, recipe, deferred):
     assert counters["inductor"]["cudagraph_skips"] == 0
 
 
+@pytest.mark.feature(
+    "torch.compile, mode=reduce-overhead",
+    modes=("compiled",),
+    needs="cuda",
+    others="a mode of torch.compile",
+)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
 @pytest.mark.parametrize("recipe", (*RECIPES, *OTHER_RECIPES))
 @pytest.mark.parametrize("kind", GEMM_MODULES)
@@ -182,6 +194,22 @@ def test_cold_cuda_graphs(kind, recipe):
         twins.step(random(16, K, device="cuda", seed=step), recipe, seed=step)
         twins.zero_grad()
     assert counters["inductor"]["cudagraph_skips"] == 0
+    assert graphs() == 1
+
+
+@pytest.mark.feature(
+    "torch.compile, mode=max-autotune", modes=("compiled",), others="a mode of torch.compile"
+)
+@pytest.mark.parametrize("kind,recipe", zip(GEMM_MODULES, ("current", "delayed", "mxfp8")))
+def test_max_autotune(kind, recipe, device):
+    """Inductor tries out kernels for what lies between the ops; CUDA graphs on CUDA. Cold."""
+    twins = Twins(make(kind, device, recipe), with_recipe, backend=None, mode="max-autotune")
+    recipe = recipe_of(recipe)
+    for step in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        twins.step(random(16, K, device=device, seed=step), recipe, seed=step)
+        twins.zero_grad()
+    assert device == "cpu" or counters["inductor"]["cudagraph_skips"] == 0
     assert graphs() == 1
 
 

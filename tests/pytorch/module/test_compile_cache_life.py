@@ -183,6 +183,7 @@ def test_module_moved_to_another_device(recipe):
         change_weights((twins.module, twins.eager))
 
 
+@pytest.mark.feature("state_dict", modes=("compiled",), others="loaded before the export")
 @pytest.mark.parametrize("kind,recipe", SOME)
 def test_loaded_weights(kind, recipe, device):
     """A checkpoint is read in place, like an optimizer's step: seen from the next True on."""

@@ -48,6 +48,11 @@ OUTPUT_CASES += [
 ]
 
 
+@pytest.mark.feature(
+    "norm output returned, with its gradient",
+    modes=("eager", "compiled"),
+    other_modules="the module has no norm",
+)
 @pytest.mark.parametrize("kind,recipe,backend", OUTPUT_CASES)
 def test_gradients_through_any_output(kind, recipe, backend, device):
     """Through the output, through the norm output, through both; none of them is mixed up."""

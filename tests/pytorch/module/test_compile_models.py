@@ -2,6 +2,7 @@
 """Compiled modules in models: stacks, containers, layers compiled one by one, checkpoints."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -274,15 +275,21 @@ def test_checkpoint_of_a_compiled_module(device):
 # --- copies --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_copies_are_compiled_like_originals(recipe, device):
+COPIES = [("LayerNormMLP", recipe) for recipe in RECIPES]
+COPIES += [("Linear", "delayed"), ("LayerNormLinear", "delayed")]
+
+
+@pytest.mark.feature("deepcopy and pickle", modes=("compiled",), others="copied before the export")
+@pytest.mark.parametrize("how", (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))))
+@pytest.mark.parametrize("kind,recipe", COPIES)
+def test_copies_are_compiled_like_originals(kind, recipe, how, device):
     """A deep copy and a copy of a used module, each compiled without an eager call before."""
-    original = build("LayerNormMLP", device)
+    original = build(kind, device)
     for used in (False, True):
         if used:
             kept = recipe_of(recipe)
             with_recipe(original, random(16, K, device=device), kept).sum().backward()
-        duplicate = copy.deepcopy(original)
+        duplicate = how(original)
         twins, kept = Twins(duplicate), recipe_of(recipe)
         for seed in range(3):
             twins.step(random(16, K, device=device, seed=seed), kept, seed=seed)
@@ -301,9 +308,13 @@ def test_module_made_after_compilation(recipe, device):
         twins.step(random(16, K, device=device, seed=seed), recipe, seed=seed)
 
 
-def test_deferred_initialisation(device):
+@pytest.mark.feature(
+    "made on the meta device", modes=("compiled",), others="materialised before the export"
+)
+@pytest.mark.parametrize("kind", GEMM_MODULES)
+def test_deferred_initialisation(kind, device):
     """A module made on meta is initialised, then compiled."""
-    module = te.LayerNormMLP(K, 96, params_dtype=torch.bfloat16, device="meta")
+    module = getattr(te, kind)(K, 96, params_dtype=torch.bfloat16, device="meta")
     module.reset_parameters()
     module.to(device)
     twins = Twins(module)

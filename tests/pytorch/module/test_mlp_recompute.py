@@ -68,6 +68,12 @@ def assert_same_training(module, twin, recipe, device, steps=3, **kwargs):
 # --- the same numbers -----------------------------------------------------------------------------
 
 
+@pytest.mark.feature(
+    "LayerNormMLP(checkpoint=True)",
+    modes=("eager",),
+    modules=("LayerNormMLP",),
+    other_modules="the module has no such option",
+)
 @pytest.mark.parametrize("want", (False, True))
 @pytest.mark.parametrize("recipe", ("none", *ALL_RECIPES))
 def test_recomputed_bits(recipe, want, device):
@@ -316,6 +322,12 @@ def test_inside_of_another_checkpoint(device):
 # --- compiled -------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature(
+    "LayerNormMLP(checkpoint=True)",
+    modes=("compiled",),
+    modules=("LayerNormMLP",),
+    other_modules="the module has no such option",
+)
 @pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
 @pytest.mark.parametrize("recipe", (*FEW, *FEW_OTHERS))
 def test_compiled(recipe, backend, device):

@@ -93,6 +93,9 @@ def test_default_device(kind):
         assert {p.device.type for p in cls(*size, device=cpu).parameters()} == {"cpu"}
 
 
+@pytest.mark.feature(
+    "made on the meta device", modes=("eager",), others="materialised before the export"
+)
 @pytest.mark.parametrize("meta", ("meta", torch.device("meta")), ids=("str", "device"))
 @pytest.mark.parametrize("kind", MODULES)
 def test_deferred_initialisation(kind, meta):

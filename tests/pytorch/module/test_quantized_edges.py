@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from feature_report import trained_feature
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import (
@@ -30,6 +31,13 @@ def linear(device, out=96, **options):
     return te.Linear(64, out, params_dtype=torch.bfloat16, device=device, **options)
 
 
+def edge_module(kind, device):
+    """One of the modules that have the options, with weights that are always the same."""
+    torch.manual_seed(1)
+    build = te.Linear if kind == "linear" else te.LayerNormLinear
+    return build(64, 96, params_dtype=torch.bfloat16, device=device)
+
+
 def data(device, rows=32):
     """An input that collects a gradient."""
     generator = torch.Generator().manual_seed(5)
@@ -37,14 +45,18 @@ def data(device, rows=32):
     return x.requires_grad_()
 
 
+@pytest.mark.feature(
+    "fp8_output",
+    modes=("eager",),
+    modules=("Linear", "LayerNormLinear"),
+    other_modules="the module has no such option",
+)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ["linear", "layernorm_linear"])
 def test_fp8_output(recipe, kind, device):
     """The output is the quantized high-precision output; its gradient passes through."""
     make, cls = RECIPES[recipe]
-    torch.manual_seed(1)
-    build = te.Linear if kind == "linear" else te.LayerNormLinear
-    module = build(64, 96, params_dtype=torch.bfloat16, device=device)
+    module = edge_module(kind, device)
     x = data(device)
     with te.autocast(recipe=make()):
         plain = module(x)
@@ -71,11 +83,18 @@ def test_fp8_output_records_the_amax_of_delayed_scaling(device):
     assert y.dequantize().abs().max() > 0
 
 
+@pytest.mark.feature(
+    "fp8_grad",
+    modes=("eager",),
+    other_modules="the module has no such option",
+    modules=("Linear", "LayerNormLinear"),
+)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_fp8_grad(recipe, device):
+@pytest.mark.parametrize("kind", ["linear", "layernorm_linear"])
+def test_fp8_grad(recipe, kind, device):
     """The input's gradient arrives quantized, and the layer below takes it."""
     make, cls = RECIPES[recipe]
-    module = linear(device)
+    module = edge_module(kind, device)
     seen = []
 
     class Probe(torch.autograd.Function):
@@ -123,16 +142,32 @@ def test_quantized_tensors_between_modules(recipe, device):
         assert error < 2 * STEP[recipe]
 
 
+@pytest.mark.feature(
+    "quantized inputs",
+    modes=("eager", "compiled"),
+    modules=("Linear", "LayerNormLinear", "LayerNormMLP"),
+)
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", ["linear", "layernorm_linear", "mlp"])
-def test_quantized_input_of_any_module(kind, device):
-    """Modules take the values of a quantized input, with and without a recipe."""
+def test_quantized_input_of_any_module(kind, compiled, device):
+    """Modules take the values of a quantized input, with and without a recipe, also in a graph."""
     torch.manual_seed(1)
     build = {"linear": te.Linear, "layernorm_linear": te.LayerNormLinear, "mlp": te.LayerNormMLP}
     module = build[kind](64, 96, params_dtype=torch.bfloat16, device=device)
     quantized = te.MXFP8Quantizer(te.DType.kFloat8E4M3)(data(device).detach())
     for recipe in (None, Float8CurrentScaling()):
         with te.autocast(enabled=recipe is not None, recipe=recipe):
-            assert torch.equal(module(quantized), module(quantized.dequantize()))
+            run = module
+            if compiled:
+                torch._dynamo.reset()
+                run = torch.compile(module, fullgraph=True, backend="aot_eager")
+            results = []
+            for call, x in ((run, quantized), (module, quantized.dequantize())):
+                module.zero_grad()
+                y = call(x)
+                y.sum().backward()
+                results.append([y, *(p.grad for p in module.parameters())])
+            assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_nothing_is_quantized_outside_of_autocast(device):
@@ -143,9 +178,24 @@ def test_nothing_is_quantized_outside_of_autocast(device):
     assert not any(isinstance(t, te.QuantizedTensor) for t in (y, x.grad))
 
 
-def test_compiled_code_falls_back_with_the_reason(device):
+@pytest.mark.feature(
+    "fp8_grad",
+    modes=("compiled",),
+    modules=("Linear", "LayerNormLinear"),
+    no="graphs and programs have plain tensors as results and gradients",
+    other_modules="the module has no such option",
+)
+@pytest.mark.feature(
+    "fp8_output",
+    modes=("compiled",),
+    modules=("Linear", "LayerNormLinear"),
+    no="graphs and programs have plain tensors as results and gradients",
+    other_modules="the module has no such option",
+)
+@pytest.mark.parametrize("kind", ["linear", "layernorm_linear"])
+def test_compiled_code_falls_back_with_the_reason(kind, device):
     """With fullgraph the reason is in the exception, otherwise in a warning."""
-    module, x = linear(device), data(device)
+    module, x = edge_module(kind, device), data(device)
     for option in ("fp8_output", "fp8_grad"):
         options = {option: True}
         with te.autocast(recipe=Float8CurrentScaling()):
@@ -161,6 +211,9 @@ def test_compiled_code_falls_back_with_the_reason(device):
         assert torch.equal(y, expected)
 
 
+@trained_feature(
+    "save_original_input", modules=("Linear",), other_modules="the module has no such option"
+)
 @pytest.mark.parametrize("recipe", ["current", "block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_save_original_input_gives_the_same_bits(recipe, compiled, device):

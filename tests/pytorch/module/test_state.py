@@ -42,6 +42,7 @@ def saved(state):
 # --- copies --------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature("deepcopy and pickle", modes=("eager",), others="copied before the export")
 @pytest.mark.parametrize("kind,recipe", CASES)
 @pytest.mark.parametrize(
     "how", (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))), ids=("deepcopy", "pickle")
@@ -99,6 +100,7 @@ def test_a_copy_keeps_cached_weights(device):
 # --- state dicts ---------------------------------------------------------------------------------
 
 
+@pytest.mark.feature("state_dict", modes=("eager",), others="loaded before the export")
 @pytest.mark.parametrize("kind,recipe", CASES)
 def test_checkpoint_continues_bit_by_bit(kind, recipe, device):
     """Save, load into a new module with other values, go on: equal results and equal scales."""

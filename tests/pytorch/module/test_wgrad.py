@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from feature_report import trained_feature
 
 import transformer_engine.pytorch as te
 from transformer_engine.common.recipe import (
@@ -90,6 +91,7 @@ def plain_gradients(name, device, recipe, count=3):
     return outputs, collected
 
 
+@trained_feature("fuse_wgrad_accumulation", modes=("eager",))
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", MODULES)
 def test_fused_equals_the_sum_of_the_gradients(name, recipe, device):
@@ -214,6 +216,7 @@ def test_get_main_grad(device):
     assert target.abs().sum() > 0
 
 
+@trained_feature("fuse_wgrad_accumulation", modes=("compiled",))
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current", "nvfp4"])
 @pytest.mark.parametrize("flag", [True, False])
@@ -245,6 +248,7 @@ def test_compiled_fused_equals_eager(name, recipe, flag, device):
     assert equal(results[0], results[1])
 
 
+@trained_feature("delay_wgrad_compute", modes=("eager",))
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("name", MODULES)
@@ -303,9 +307,15 @@ def test_nothing_is_put_off_without_the_option(device):
     module.backward_dw()
 
 
-def test_delayed_falls_back_under_compile(device):
+@trained_feature(
+    "delay_wgrad_compute",
+    modes=("compiled",),
+    no="backward_dw() has products left to compute: runs in eager, with a warning",
+)
+@pytest.mark.parametrize("name", MODULES)
+def test_delayed_falls_back_under_compile(name, device):
     """A graph can not hold a GEMM back: the reason is in the warning and in the exception."""
-    module = build("linear", device, delay_wgrad_compute=True)
+    module = build(name, device, delay_wgrad_compute=True)
     x = torch.randn(8, HIDDEN, dtype=torch.bfloat16, device=device)
     with pytest.raises(Exception, match="backward_dw"):
         torch.compile(module, fullgraph=True, backend="aot_eager")(x)
@@ -314,9 +324,9 @@ def test_delayed_falls_back_under_compile(device):
         y = torch.compile(module, backend="aot_eager")(x)
     y.sum().backward()
     module.backward_dw()
-    plain = build("linear", device)
+    plain = build(name, device)
     plain(x).sum().backward()
-    assert torch.equal(module.weight.grad, plain.weight.grad)
+    assert equal([p.grad for p in weights(module)], [p.grad for p in weights(plain)])
     with torch.no_grad():  # nothing to put off
         torch._dynamo.reset()
         torch.compile(module, fullgraph=True, backend="aot_eager")(x)

@@ -16,6 +16,7 @@ from ..torch_version import torch_version
 from .cache_key import tag_cache_keys
 
 FALLBACK = "Falling back to eager execution under torch.compile: "
+NO_PROGRAM = "torch.export can not make a program of this call, which needs eager execution: "
 MINIMUM_TORCH = (2, 11)
 
 
@@ -88,7 +89,7 @@ def compiled_or_eager(forward: Callable) -> Callable:
             prepare_for_dynamo()
             reason = compile_obstacle(self, inp, *args, **kwargs)
             if reason:
-                torch._dynamo.graph_break(FALLBACK + reason)
+                _break_graph(reason)
                 return _outside["run"](forward, reason, self, inp, *args, **kwargs)
             return forward(self, inp, *args, **kwargs)
         return run_in_eager(forward, self, inp, *args, **kwargs)
@@ -98,10 +99,17 @@ def compiled_or_eager(forward: Callable) -> Callable:
     return wrapper
 
 
+def _break_graph(reason: str) -> None:
+    """Break the graph of Dynamo; raise RuntimeError where torch.export traces without it."""
+    if not torch.compiler.is_dynamo_compiling():
+        raise RuntimeError(NO_PROGRAM + reason)
+    torch._dynamo.graph_break(FALLBACK + reason)
+
+
 def leave_graph(reason: str, function: Callable, *args, **kwargs):
     """In a trace: break the graph (an error with ``fullgraph=True``), and run in eager."""
     prepare_for_dynamo()
-    torch._dynamo.graph_break(FALLBACK + reason)
+    _break_graph(reason)
     return _outside["any"](function, reason, *args, **kwargs)
 
 
