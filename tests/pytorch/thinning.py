@@ -33,6 +33,7 @@ ONE_IN = {
     "module/test_compile_primary.py": 3,
     "module/test_compile_training.py": 3,
     "module/test_compile_transforms.py": 2,
+    "module/test_compile_whole.py": 3,
     "module/test_primary_weights.py": 2,
     "module/test_scale_layouts.py": 3,
     "module/test_wgrad.py": 2,

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..formats.layout import Quantized
 from .config import ModuleConfig
 from .operand import (
+    part_amax,
     Operand,
     Part,
     dequantized,
@@ -62,7 +63,8 @@ def kept_weight(cfg: ModuleConfig, gemm: int, hp, buffers: Quantized, needed: bo
     if gemm in cfg.again:  # the place of the columnwise scale has the one of delayed scaling
         return hp, None, buffers.col_scale_inv, None
     if which == "row":
-        return None, buffers.row, buffers.scale_inv, buffers.amax
+        amax = part_amax(buffers.amax, cfg.gemms[gemm].w.row)
+        return None, buffers.row, buffers.scale_inv, amax
     shared = cfg.gemms[gemm].w.shares_scale
     scale_inv = buffers.scale_inv if shared else buffers.col_scale_inv
     return None, buffers.col, scale_inv, buffers.col_amax

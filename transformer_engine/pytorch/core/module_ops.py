@@ -2,9 +2,9 @@
 """The forward and backward function of each module, composed from stages.
 
 These functions are the whole implementation: eager execution calls them with the backends, a
-compiler's fake tensors run through them for shapes, and AOTAutograd traces them into leaf ops (see
-``dynamo/custom_op.py``). They are pure: fresh outputs, no state, no ambient modes. Operands are 2-D
-and contiguous; an output that is absent is None.
+compiler's fake tensors run through them for shapes, and compiled code calls them, or the leaf ops
+into which they were traced (see ``dynamo/custom_op.py``). They are pure: fresh outputs, no state,
+no ambient modes. Operands are 2-D and contiguous; an output that is absent is None.
 
 Slots of the delayed-scaling vectors: forward ``[input, weight, output]`` and backward
 ``[grad_output, grad_input]``, once per GEMM.
@@ -35,6 +35,7 @@ from .linear import (
 from .norm import NormResult, norm_grad, norm_producer, normalize
 from .operand import (
     Operand,
+    part_amax,
     quantize_operand,
     quantized_leaf,
     recorded_draws,
@@ -319,7 +320,8 @@ def layernorm_mlp_save(cfg, inputs, outputs):
     w1 = kept_weight(cfg, 0, fc1_weight, buffers1, below)
     w2 = kept_weight(cfg, 1, fc2_weight, Quantized(*buffers[6:]), _below_activation(cfg))
     if cfg.recompute:
-        row = (buffers1.row, buffers1.scale_inv, buffers1.amax)
+        row_amax = part_amax(buffers1.amax, cfg.gemms[0].w.row)
+        row = (buffers1.row, buffers1.scale_inv, row_amax)
         row = (None,) * 3 if _quantizes_again(cfg) else row
         hp = w1[0] if cfg.gemms[0].fprop and not _quantizes_again(cfg) else fc1_weight
         extras = (ln_bias, fc1_bias, *row, inputs[-1], outputs[12])

@@ -38,8 +38,8 @@ class Operand(NamedTuple):
 def operand_from(buffers: Quantized, row_quant: str, col_quant: str, hp=None) -> Operand:
     """The operand that ``buffers`` are; per-tensor FP8 has one scale for both orientations."""
     col_scale_inv = buffers.scale_inv if buffers.col_scale_inv is None else buffers.col_scale_inv
-    row = Part(buffers.row, buffers.scale_inv, _part_amax(buffers.amax, row_quant), row_quant)
-    col = Part(buffers.col, col_scale_inv, _part_amax(buffers.col_amax, col_quant), col_quant)
+    row = Part(buffers.row, buffers.scale_inv, part_amax(buffers.amax, row_quant), row_quant)
+    col = Part(buffers.col, col_scale_inv, part_amax(buffers.col_amax, col_quant), col_quant)
     return Operand(
         hp,
         NO_PART if buffers.row is None else row,
@@ -47,7 +47,7 @@ def operand_from(buffers: Quantized, row_quant: str, col_quant: str, hp=None) ->
     )
 
 
-def _part_amax(amax: Optional[Tensor], quant: str) -> Optional[Tensor]:
+def part_amax(amax: Optional[Tensor], quant: str) -> Optional[Tensor]:
     """The amax where it is needed to read the bytes."""
     return amax if quant.startswith("nvfp4") else None
 

@@ -55,7 +55,7 @@ def run_planned(function: Callable, static: Any, arguments: tuple, tensors: tupl
         _PLANS[key] = _SEEN
         if len(_PLANS) > _MOST:
             _PLANS.popitem(last=False)
-    elif plan is _SEEN:
+    elif plan is _SEEN and not _captured(key[0]):
         apart = _apart(tensors)
         if apart is not None:
             results, _PLANS[key] = _recorded(function, arguments, apart)
@@ -117,6 +117,11 @@ def _undisturbed() -> bool:
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch.autograd.forward_ad._current_level < 0
     )
+
+
+def _captured(device: int) -> bool:
+    """Whether a CUDA graph is being captured, which would keep forever what a recording keeps."""
+    return device >= 0 and torch._C._cuda_isCurrentStreamCapturing()
 
 
 def _profiled() -> bool:

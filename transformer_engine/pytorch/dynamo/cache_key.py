@@ -2,7 +2,7 @@
 """Makes PyTorch's caches of compiled code notice that this package changed.
 
 Their keys hold the graph and torch's own source, but of an op only its name. What a module op
-decomposes to, and the shapes that a leaf op answers, are Python of this package: code compiled for
+consists of, and the shapes that a leaf op answers, are Python of this package: code compiled for
 another state of it must not be found, nor what was compiled under other flags of the environment.
 ``torch.compiler.config.cache_key_tag`` is part of the keys of both caches (of FX graphs and of
 AOTAutograd).

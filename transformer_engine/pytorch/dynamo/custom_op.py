@@ -7,8 +7,9 @@ One implementation, three readings:
   dispatcher between;
 * fake: the registered fake is the same function, run on fake tensors, whose leaf ops answer with
   shapes;
-* compiled: Dynamo records ``torch.ops.transformer_engine.<module>``; AOTAutograd's
-  functionalization replaces it by the leaf ops, so Inductor sees them and plans memory across.
+* compiled: Dynamo records ``torch.ops.transformer_engine.<module>``, and Inductor calls it: one
+  dispatcher call, whose body is that of eager. Where leaf ops are wanted (exports, draws of
+  stochastic rounding, see `stays_whole`), AOTAutograd's functionalization replaces the op by them.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from typing import Callable, Optional
 
 import torch
 from torch import Tensor
+from torch._guards import CompileContext
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from ..core import module_ops
-from ..core.config import decode_config
+from ..core.config import ModuleConfig, decode_config
 from ..environment import constant_in_graphs
-from ..core.ops import EAGER, LIBRARY, below_autograd, recorded_leaves
+from ..core.ops import LIBRARY, below_autograd, recorded_leaves
+from ..core.plans import run_planned
 from ..quantized_tensor import QuantizedTensor
 from . import draws, fake  # noqa: F401  # pylint: disable=unused-import  # what leaf ops register
 
@@ -62,21 +65,48 @@ def _registered(name: str, function: Callable, arguments: str, results: str) -> 
     )
 
     def run(*args):
-        return below_autograd(function, EAGER, decode_config(args[-1]), *args[:-1])
+        config = args[-1]
+        return below_autograd(run_planned, function, config, (decode_config(config),), args[:-1])
 
     def trace(*args):
         return function(recorded_leaves(), decode_config(args[-1]), *args[:-1])
 
-    def decompose(mode, func, types, args, kwargs):
-        del func, types
+    def functionalize(mode, func, types, args, kwargs):
+        if stays_whole(args[-1], name.endswith("_backward")):
+            return mode.__torch_dispatch__(func, types, args, kwargs)
         with mode:
             return trace(*args, **(kwargs or {}))
 
     qualified = f"transformer_engine::{name}"
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(qualified, trace, lib=LIBRARY)
-    torch.library.register_torch_dispatch(qualified, FunctionalTensorMode, decompose, lib=LIBRARY)
+    torch.library.register_torch_dispatch(
+        qualified, FunctionalTensorMode, functionalize, lib=LIBRARY
+    )
     return getattr(torch.ops.transformer_engine, name).default
+
+
+def stays_whole(config: str, backward: bool) -> bool:
+    """Whether AOTAutograd leaves a module op as it is, instead of replacing it by its leaf ops.
+
+    Only ``torch.compile`` does: what it compiles it runs here, where the op is one call instead of
+    fifteen, and Inductor can do nothing with leaf ops but call them. AOTInductor's C++ code,
+    ``run_decompositions`` and ONNX want leaf ops. So does every compiler where numbers are drawn
+    for stochastic rounding: compilers merge and reorder what looks pure, so they have to see the
+    draws (``draws.py``).
+    """
+    from torch._inductor.virtualized import V  # pylint: disable=import-outside-toplevel
+
+    if CompileContext.current_compile_id() is None or V.aot_compilation:
+        return False
+    return not _draws(decode_config(config), backward)
+
+
+def _draws(cfg: ModuleConfig, backward: bool) -> bool:
+    """Whether an operand of the direction is rounded stochastically (weights are made before)."""
+    operands = [gemm.x for gemm in cfg.gemms]  # in backward again with ``save_input``
+    operands += [gemm.g for gemm in cfg.gemms if backward and not gemm.override]
+    return any("stochastic" in operand.row + operand.col for operand in operands)
 
 
 def _optional(names: str, required: tuple = ()) -> str:
