@@ -4,7 +4,7 @@
     TE_FEATURE_REPORT=claims.json python -m pytest tests/pytorch -m feature
     python build_tools/feature_table.py claims.json            writes the table
     python build_tools/feature_table.py claims.json --check    exits 1 if the committed one differs
-    python build_tools/feature_table.py claims.json --keep     after a run on a GPU: keep its results
+    python build_tools/feature_table.py claims.json --keep     after a run on a GPU: keeps that
 
 Tests that failed make a cell "FAILED", and the exit status 1. What needs a GPU counts if it passed
 on one, in this run or in the kept one (build_tools/features_on_cuda.json); a note names the GPU.

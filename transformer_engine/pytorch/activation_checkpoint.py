@@ -21,6 +21,8 @@ from .core import delayed_scaling
 from .core.phase import PHASE
 from .dynamo.capability import leave_graph
 from .fp8_global_state import FP8GlobalStateManager
+from .graphed.capture import CAPTURING
+from .graphed.random_numbers import DrawsNothing
 from .parallel_chunks import chunked_argument
 from .recompute import MARKED, backward_follows
 from .rng_states import frozen_states, tracked_from
@@ -60,18 +62,24 @@ def checkpoint(
       without reentrance; `context_fn` takes ``create_selective_checkpoint_contexts``
 
     In a compiled function this is ``torch.utils.checkpoint.checkpoint(use_reentrant=False)``; an
-    exported program has the computation of `function` once.
+    exported program has the computation of `function` once. In a callable that
+    ``te.make_graphed_callables`` captures, it is the newer way too, and `function` draws no random
+    numbers.
 
-    Raises RuntimeError if `distribute_saved_activations` is set without torch.distributed.
+    Raises RuntimeError if `distribute_saved_activations` is set without torch.distributed, and for
+    random numbers in a graphed callable.
     """
     args, distribute_saved_activations, get_rng_state_tracker, tp_group = _old_arguments(
         args, distribute_saved_activations, get_rng_state_tracker, tp_group
     )
     if torch.compiler.is_exporting():
         return function(*args, **kwargs)
-    options = {}
+    graphed, options = CAPTURING.active, {}
+    if graphed:  # is captured by torch.autograd.grad, for which the older way is no good
+        use_reentrant, get_rng_state_tracker = False, None
+        options["preserve_rng_state"] = False  # a capture can not read generators
     if not use_reentrant or torch.compiler.is_compiling():
-        options = {"determinism_check": determinism_check, "debug": debug}
+        options.update(determinism_check=determinism_check, debug=debug)
         if context_fn is not noop_context_fn:
             options["context_fn"] = context_fn
     if torch.compiler.is_compiling():
@@ -82,13 +90,13 @@ def checkpoint(
         with context_fn()[0]:
             return function(*args, **kwargs)
     if isinstance(function, torch.nn.Module):
-        if not has_te_modules(function):
+        if not has_te_modules(function) and not graphed:
             return torch_checkpoint(
                 function, *args, use_reentrant=use_reentrant, **options, **kwargs
             )
         _forget_fsdp(function)
     tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
-    rerun = _Rerun(function, kwargs, tracker, use_reentrant)
+    rerun = _Rerun(function, kwargs, tracker, use_reentrant, graphed)
     chunks = nullcontext()
     if distribute_saved_activations and use_reentrant:
         chunks = chunked_argument(args, tp_group)
@@ -144,8 +152,10 @@ class _First(NamedTuple):
 class _Rerun:
     """A function that `torch.utils.checkpoint` calls first in forward and then in backward."""
 
-    def __init__(self, function: Callable, kwargs: dict, tracker: Any, reentrant: bool) -> None:
-        self.function, self.kwargs = function, kwargs
+    def __init__(
+        self, function: Callable, kwargs: dict, tracker: Any, reentrant: bool, graphed: bool
+    ) -> None:
+        self.function, self.kwargs, self.graphed = function, kwargs, graphed
         self.tracker, self.reentrant = tracker, reentrant
         self.first: Optional[_First] = None
 
@@ -163,6 +173,7 @@ class _Rerun:
             MARKED.region(True, False, False, self.reentrant),
             backward_follows(self.reentrant),
             _eager_uses(),
+            DrawsNothing() if self.graphed else nullcontext(),
         ):
             yield
             graphs = _used_by_graphs(before)

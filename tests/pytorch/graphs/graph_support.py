@@ -9,6 +9,7 @@ import torch
 from compile_support import K, assert_same_bits, build, gradient, random
 
 import transformer_engine.pytorch as te
+from transformer_engine.pytorch.graphed.capture import CAPTURING
 from transformer_engine.pytorch.graphed.weight_gradients import fused
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -64,8 +65,10 @@ class _Again:
         """Compute the results anew, in place, with the captured flag; Python marks nothing."""
         state = FP8GlobalStateManager.quantization_state
         flag, state.skip_fp8_weight_update_tensor = state.skip_fp8_weight_update_tensor, self.flag
+        CAPTURING.active = True  # as it was when a graph would have been recorded
         with torch.set_grad_enabled(self.grad_enabled), fused(self.run.__self__.params):
             fresh = self.run()
+        CAPTURING.active = False
         state.skip_fp8_weight_update_tensor = flag
         for static, value in zip(self.results, fresh):
             if static is not None and static is not value:
