@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -182,10 +183,13 @@ def test_operands_of_the_products():
 def fixture_gpu(monkeypatch):
     """Lets the backend table think that there is a GPU of some capability."""
 
-    def pretend(capability, cuda=(12, 9)):
+    def pretend(capability, cuda=(12, 9), gluon=""):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(registry, "device_capability", lambda index: capability)
         monkeypatch.setattr(registry, "_cuda_version", lambda: cuda)
+        monkeypatch.setattr(registry, "gluon_missing", lambda: gluon)
+        kernel = f"{registry.__package__}.triton.block_gemm"  # whether Triton is there or not
+        monkeypatch.setitem(sys.modules, kernel, SimpleNamespace(block_gemm=None))
         registry.select.cache_clear()
         return torch.device("cuda", 0)
 
@@ -195,8 +199,13 @@ def fixture_gpu(monkeypatch):
 
 
 def test_reasons_follow_the_device(gpu):
-    """Old CUDA on Hopper: block scaling is emulated and says so."""
+    """Old CUDA on Hopper: block scaling is emulated and says so, unless Triton multiplies."""
     rows = doctor.products(gpu((9, 0), (12, 6)))
+    block = [row for row in rows if row.recipe == "Float8BlockScaling"]
+    assert [(row.native, row.backend, row.reason) for row in block] == [
+        (True, "triton_block", "")
+    ] * 3
+    rows = doctor.products(gpu((9, 0), (12, 6), "Triton is old"))
     block = [row for row in rows if row.recipe == "Float8BlockScaling"]
     assert len(block) == 3 and all("12.9" in row.reason and not row.native for row in block)
     assert all(row.native and row.reason == "" for row in rows if row.recipe == "DelayedScaling")
@@ -276,6 +285,8 @@ def test_products_that_are_computed_alike_share_a_line(gpu):
     text = doctor.product_table(doctor.products(gpu((9, 0))))
     assert re.search(r"^DelayedScaling +fprop, dgrad, wgrad +native +cublas_fp8", text, re.M)
     assert re.search(r"^Float8BlockScaling, HYBRID +fprop +native +cublas_block", text, re.M)
+    assert re.search(r"^Float8BlockScaling, HYBRID +dgrad, wgrad +native +triton_block", text, re.M)
+    text = doctor.product_table(doctor.products(gpu((9, 0), gluon="Triton is old")))
     assert re.search(r"^Float8BlockScaling, HYBRID +dgrad, wgrad +emulated .*E4M3", text, re.M)
 
 

@@ -28,13 +28,13 @@ from .formats.spec import decode_quant
 from .signal_to_noise import DATA, Noise, signal_to_noise
 
 FEATURE_DIMENSION = 128  # a multiple of what every format wants
-# The row of the backend table that multiplies operands of a kind in hardware.
+# The rows of the backend table that multiply operands of a kind in hardware.
 _NATIVE = {
-    "delayed": "cublas_fp8",
-    "current": "cublas_fp8",
-    "block": "cublas_block",
-    "mxfp8": "cublas_mxfp8",
-    "nvfp4": "cublas_nvfp4",
+    "delayed": ("cublas_fp8",),
+    "current": ("cublas_fp8",),
+    "block": ("cublas_block", "triton_block"),
+    "mxfp8": ("cublas_mxfp8",),
+    "nvfp4": ("cublas_nvfp4",),
 }
 NOT_RUN = (
     "The MXFP8 and NVFP4 products of this GPU's generation follow the documentation; no test of"
@@ -145,9 +145,9 @@ def _product(
         recipe,
         product,
         operands,
-        choice.name == native,
+        choice.name in native,
         choice.name,
-        dict(choice.passed_over).get(native, ""),
+        "" if choice.name in native else dict(choice.passed_over)[native[0]],
         quantizer.name,
         dict(quantizer.passed_over).get("triton", ""),
     )

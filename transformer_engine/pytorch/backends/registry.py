@@ -63,6 +63,7 @@ POINTWISE_LEAVES = frozenset(
     }
 )
 _PACKAGE = "transformer_engine.pytorch.backends"
+_GLUON_RELEASES = ("3.6",)  # of Triton whose Gluon, an experimental language, has our kernels run
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -101,6 +102,18 @@ def triton_missing() -> str:
     """Why Triton can not be used on this machine; empty if it can."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
+    return ""
+
+
+def gluon_missing() -> str:
+    """Why kernels written in Triton's Gluon can not be used on this machine; empty if they can."""
+    missing = triton_missing()
+    if missing:
+        return missing
+    version = importlib.import_module("triton").__version__
+    if ".".join(version.split(".")[:2]) not in _GLUON_RELEASES:
+        releases = " and ".join(_GLUON_RELEASES)
+        return f"the kernel is written in the Gluon of Triton {releases}, and this is {version}"
     return ""
 
 
@@ -154,6 +167,19 @@ def _block_why_not(request: Request) -> str:
     return ""
 
 
+def _triton_block_why_not(request: Request) -> str:
+    if not request.quant:
+        return "the operands are not quantized"
+    a, b = _kinds(request)
+    if not a.kind == b.kind == "block":
+        return "the operands do not both have scales of 128 values"
+    if capability_of(request.device)[0] != 9:
+        return "the Triton kernel for scales of 128 values is made for Hopper GPUs"
+    if request.alignment < 16:
+        return "the Triton kernel wants in_features and out_features to be multiples of 16"
+    return gluon_missing()
+
+
 def _mxfp8_why_not(request: Request) -> str:
     if not request.quant:
         return "the operands are not quantized"
@@ -199,6 +225,7 @@ ROWS: tuple[Row, ...] = (
     Row("torch_mm", _GEMM, "cublas:plain_gemm", _mm_why_not),
     Row("cublas_fp8", _GEMM, "cublas:per_tensor_gemm", _per_tensor_why_not),
     Row("cublas_block", _GEMM, "cublas:block_gemm", _block_why_not),
+    Row("triton_block", _GEMM, "triton.block_gemm:block_gemm", _triton_block_why_not),
     Row("cublas_mxfp8", _GEMM, "cublas_blackwell:mxfp8_gemm", _mxfp8_why_not),
     Row("cublas_nvfp4", _GEMM, "cublas_blackwell:nvfp4_gemm", _nvfp4_why_not),
     Row("dequantized_mm", _GEMM, "emulated_gemm:dequantized_gemm", _always),

@@ -5,6 +5,9 @@ What ``kernel[grid](...)`` does anew for each launch (binding arguments by name,
 them, looking the description up as a string) costs several times the launch itself, and small
 modules are as fast as their host. `launched` keeps the call as it is written and remembers the
 compiled kernel under a key of its own: the same facts that Triton compiles for.
+
+A tensor descriptor (``TensorDescriptor`` of Gluon) is encoded for the copy engine by Triton's
+launcher at each launch, so a plan repeats such a launch by calling the leaf op again.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ class LaunchedKernel:
         # What Triton specializes on: constants, dtypes and 16-byte alignment of tensors; of
         # integers their width, and where it may whether they are 1 or multiples of 16.
         arguments = list(values)
+        described = False
         for i, value in enumerate(values):
             if self.constants[i] or value is None:
                 key.append(value)
@@ -64,6 +68,9 @@ class LaunchedKernel:
                     key.append((wide, value == 1, value % 16 == 0))
                 else:
                     key.append(wide)
+            elif hasattr(value, "block_shape"):
+                described = True
+                key.append((value.base.dtype, *value.block_shape, value.layout, value.padding))
             else:
                 key.append(type(value))
         key = tuple(key)
@@ -81,7 +88,7 @@ class LaunchedKernel:
                 None,
                 *arguments,
             )
-        note(Launch(compiled, whole_grid(grid), values))
+        note(Opaque() if described else Launch(compiled, whole_grid(grid), values))
 
 
 def whole_grid(grid: tuple) -> tuple:
