@@ -150,3 +150,17 @@ def test_an_inference_graph(kind, recipe, whole_runs, device):
     assert graphs[0][NAMES[kind]] == 1
     assert set(graphs[0]) <= {NAMES[kind], *BESIDE}
     assert len(whole_runs) == 1
+
+
+@pytest.mark.parametrize("dynamic", (None, True))
+def test_a_large_backward_pass(dynamic, whole_runs, device, monkeypatch):
+    """Leaf ops, so that activations are freed after their last use; small ones stay whole."""
+    for limit, whole in ((2**15, 0), (2**27, 1)):
+        monkeypatch.setattr(custom_op, "_MANY_BYTES", limit)
+        graphs = []
+        twins = Twins(build("LayerNormMLP", device), backend=counting(graphs), dynamic=dynamic)
+        twins.step(random(64, K, device=device), None)
+        assert graphs[1]["layernorm_mlp_backward"] == whole
+        assert graphs[1]["gemm"] == 4 * (1 - whole)
+        assert len(whole_runs) == 1 + whole
+        whole_runs.clear()

@@ -31,6 +31,7 @@ from ..core.plans import run_planned
 from ..quantized_tensor import QuantizedTensor
 from . import draws, fake  # noqa: F401  # pylint: disable=unused-import  # what leaf ops register
 
+_MANY_BYTES = 2**27  # where the host's time for leaf ops is short beside the device's
 _GEMM_WEIGHTS = ("weight", "fc1_weight", "fc2_weight")
 
 
@@ -72,7 +73,7 @@ def _registered(name: str, function: Callable, arguments: str, results: str) -> 
         return function(recorded_leaves(), decode_config(args[-1]), *args[:-1])
 
     def functionalize(mode, func, types, args, kwargs):
-        if stays_whole(args[-1], name.endswith("_backward")):
+        if stays_whole(name, *args):
             return mode.__torch_dispatch__(func, types, args, kwargs)
         with mode:
             return trace(*args, **(kwargs or {}))
@@ -86,20 +87,35 @@ def _registered(name: str, function: Callable, arguments: str, results: str) -> 
     return getattr(torch.ops.transformer_engine, name).default
 
 
-def stays_whole(config: str, backward: bool) -> bool:
+def stays_whole(name: str, *args) -> bool:
     """Whether AOTAutograd leaves a module op as it is, instead of replacing it by its leaf ops.
 
     Only ``torch.compile`` does: what it compiles it runs here, where the op is one call instead of
     fifteen, and Inductor can do nothing with leaf ops but call them. AOTInductor's C++ code,
     ``run_decompositions`` and ONNX want leaf ops. So does every compiler where numbers are drawn
     for stochastic rounding: compilers merge and reorder what looks pure, so they have to see the
-    draws (``draws.py``).
+    draws (``draws.py``). And of a large LayerNormMLP the graph shows in backward when an activation
+    has been used for the last time, so that its memory serves again; one call would hold them all.
     """
     from torch._inductor.virtualized import V  # pylint: disable=import-outside-toplevel
 
     if CompileContext.current_compile_id() is None or V.aot_compilation:
         return False
-    return not _draws(decode_config(config), backward)
+    backward = name.endswith("_backward")
+    if name == "layernorm_mlp_backward" and _bytes(args[:-1]) > _MANY_BYTES:
+        return False
+    return not _draws(decode_config(args[-1]), backward)
+
+
+def _bytes(tensors) -> int:
+    """What tensors take at the sizes of the call that is traced; no graph is guarded by it."""
+    total = 0
+    for tensor in tensors:
+        if tensor is not None:
+            size = tensor.numel()
+            hint = size if isinstance(size, int) else size.node.hint
+            total += (hint or 0) * tensor.element_size()
+    return total
 
 
 def _draws(cfg: ModuleConfig, backward: bool) -> bool:
