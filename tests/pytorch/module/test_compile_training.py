@@ -3,6 +3,7 @@
 autograd; beside an eager copy, compared bit by bit.
 """
 
+import contextlib
 import copy
 
 import pytest
@@ -200,3 +201,30 @@ def test_compiled_autograd_of_changed_state(kind, what, device):
             train_with_compiled_backward(parts, device)
     for a, b in zip(*(model.parameters() for model in parts.models)):
         assert_same_bits(a.main_grad, b.main_grad, "main_grad")
+
+
+@pytest.mark.parametrize("kind", GEMM_MODULES)
+def test_compiled_autograd_around_code_that_was_compiled_without(kind, device):
+    """Graphs are guarded on it: the module runs in eager, with the warning, and then as before."""
+    pair = Pair(build(kind, device), "delayed", fullgraph=False)
+    pair.train(device)
+    for seed in range(2):
+        results = []
+        for call in pair.calls:
+            x = random(32, K, device=device, seed=seed).requires_grad_()
+            around, warned = contextlib.nullcontext(), contextlib.nullcontext()
+            if call is pair.calls[0]:
+                compiler = torch.compile(backend="aot_eager")
+                around = torch._dynamo.compiled_autograd._enable(compiler)
+                warned = pytest.warns(UserWarning, match="compiled autograd passes on no tensors")
+            with warned, around:
+                y = call(x)
+                y.backward(gradient(y, seed=seed))
+            results.append((y, x.grad))
+        for what, *both in zip(("output", "input gradient"), *results):
+            assert_equal(both, what)
+        assert_same_modules(*pair.models)
+    pair.train(device, one_graph=False)  # Dynamo may take the broken graph first, and add one
+    before = graphs()
+    pair.train(device, one_graph=False)
+    assert graphs() == before

@@ -46,12 +46,14 @@ def function_transform() -> bool:
 
 
 @constant_in_graphs
+def compiled_autograd_is_set() -> bool:
+    """Whether new calls of torch.compile will trace the backward pass as well."""
+    return torch._dynamo.config.compiled_autograd
+
+
 def compiled_autograd() -> bool:
-    """Whether Dynamo will trace the backward pass as well."""
-    return (
-        torch._dynamo.config.compiled_autograd
-        or torch._dynamo.compiled_autograd.compiled_autograd_enabled
-    )
+    """Whether Dynamo traces the backward pass as well; graphs are guarded on its context."""
+    return torch._dynamo.compiled_autograd.compiled_autograd_enabled or compiled_autograd_is_set()
 
 
 def compile_obstacle(module, inp, *args, **kwargs) -> str:
@@ -66,13 +68,14 @@ def compile_obstacle(module, inp, *args, **kwargs) -> str:
     if function_transform():
         # Of torch.func.grad Dynamo would make a constant: a second derivative of it would be 0.
         return "torch.func transforms (grad, vjp, vmap, ...) have no rule for the module ops."
-    if torch.is_grad_enabled() and compiled_autograd():
-        # Of a compiled forward pass it loses the tensors that backward changes (torch 2.11, 2.13).
-        if delayed_scaling.REGION.rule != "" or getattr(module, "fuse_wgrad_accumulation", False):
-            return (
-                "compiled autograd passes on no tensors that a compiled backward pass changes:"
-                " scales of DelayedScaling, and main_grad of fuse_wgrad_accumulation=True."
-            )
+    # Of a compiled forward pass compiled autograd loses the tensors that backward changes (torch
+    # 2.11, 2.13).
+    changes = delayed_scaling.REGION.rule != "" or getattr(module, "fuse_wgrad_accumulation", False)
+    if changes and torch.is_grad_enabled() and compiled_autograd():
+        return (
+            "compiled autograd passes on no tensors that a compiled backward pass changes:"
+            " scales of DelayedScaling, and main_grad of fuse_wgrad_accumulation=True."
+        )
     return module.call_obstacle(*args, **kwargs)
 
 
