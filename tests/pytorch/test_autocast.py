@@ -197,6 +197,9 @@ def test_what_is_not_a_recipe_is_refused():
     with pytest.raises(RuntimeError, match="must be an instance"):
         with autocast(recipe="DelayedScaling"):
             pass
+    with pytest.raises(RuntimeError, match=r"is the class: pass Float8CurrentScaling\(\)"):
+        with autocast(recipe=Float8CurrentScaling):
+            pass
 
 
 def test_recipe_fields_are_read_on_entry():

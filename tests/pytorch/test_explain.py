@@ -378,7 +378,8 @@ def test_recipe_words():
         "DelayedScaling(amax_history_len=3, margin=2)",
     )
     assert recipe_words(NVFP4BlockScaling(disable_rht=True)).startswith("NVFP4BlockScaling(")
-    assert recipe_words(recipe_of("custom_square")) == repr(recipe_of("custom_square"))
+    custom = recipe_of("custom_square")  # the factory has no default
+    assert recipe_words(custom) == f"CustomRecipe(qfactory={custom.qfactory!r})"
 
 
 def largest(history):
@@ -487,6 +488,9 @@ def test_without_modules_of_ours(device):
 def test_wrong_arguments(device):
     with pytest.raises(TypeError, match="take a torch.nn.Module, not a function"):
         te.explain(largest, given(device))
+    for report in (te.explain, te.memory_report):
+        with pytest.raises(TypeError, match=r"te.explain\(module, x\) for this Linear"):
+            report(build("Linear", device))
     compiled = torch.compile(te.explain, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="can not be part of compiled code"):
         compiled(build("Linear", device), given(device))

@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+import transformer_engine.pytorch as te
+
 ROOT = Path(__file__).resolve().parents[2]
 
 HEAVY = (
@@ -67,6 +71,15 @@ def test_unknown_attribute_of_the_top_level():
         "except AttributeError as error:\n    answer = str(error)"
     )
     assert "jax" in answer
+
+
+def test_what_the_package_does_not_have():
+    """Names of the reference package that are absent say what to use; others are unknown."""
+    with pytest.raises(AttributeError, match="TransformerLayer.*use LayerNormLinear"):
+        te.TransformerLayer  # pylint: disable=pointless-statement
+    with pytest.raises(AttributeError, match="has no attribute 'Linaer'$"):
+        te.Linaer  # pylint: disable=pointless-statement,no-member
+    assert not hasattr(te, "GroupedLinear")
 
 
 def test_deprecated_module_warns():

@@ -94,3 +94,14 @@ __all__ = [
     "utils",
     *tensor.__all__,
 ]
+
+
+def __getattr__(name: str):
+    absent = {
+        "DotProductAttention": "use torch.nn.functional.scaled_dot_product_attention",
+        "GroupedLinear": "use a Linear for each group",
+        "MultiheadAttention": "use LayerNormLinear, scaled_dot_product_attention and Linear",
+        "TransformerLayer": "use LayerNormLinear, scaled_dot_product_attention and LayerNormMLP",
+    }
+    hint = f": it is not in this package; {absent[name]}" if name in absent else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

@@ -151,6 +151,11 @@ def check_recipe_support(recipe: Recipe) -> None:
     `RecipeError` (a ValueError) if a field was assigned what a constructor would not take. Hardware
     is never a reason.
     """
+    if isinstance(recipe, type) and issubclass(recipe, Recipe):
+        raise RuntimeError(
+            f"A recipe must be an instance, and {recipe.__name__} is the class: pass"
+            f" {recipe.__name__}()."
+        )
     if not isinstance(recipe, Recipe):
         raise RuntimeError(
             f"A recipe must be an instance of transformer_engine.common.recipe.Recipe, not"

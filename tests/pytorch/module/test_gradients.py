@@ -280,14 +280,31 @@ def test_retained_graph(kind, device):
         backward(outputs)
 
 
+# What is differentiated twice, and whether the gradient that backward gets needs one itself.
+PENALIZED = (lambda y: y.square().sum(), lambda y: y.sum())
+
+
 @pytest.mark.parametrize("kind,recipe", CASES)
-def test_second_derivatives_are_refused(kind, recipe, device):
-    """No formula gives them: an error, not a wrong number."""
+@pytest.mark.parametrize("loss", PENALIZED, ids=("square", "sum"))
+def test_second_derivatives_are_refused(kind, recipe, loss, device):
+    """No formula gives them: an error, not a wrong number, also beside another path to a leaf."""
     module, x = build(kind, device), random(ROWS, K, device=device, grad=True)
     (y,) = forward(module, x, RECIPES[recipe]())
-    with pytest.raises(RuntimeError, match="twice|once_differentiable"):
-        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-        dx.square().sum().backward()
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        (dx,) = torch.autograd.grad(loss(y), x, create_graph=True)
+        (y.mean() + dx.square().sum()).backward()
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_create_graph_alone(kind, device):
+    """Gradients that are not differentiated again are those without ``create_graph``."""
+    module, x = build(kind, device), random(ROWS, K, device=device, grad=True)
+    leaves = (x, *module.parameters())
+    (y,) = forward(module, x)
+    found = torch.autograd.grad(y.sum(), leaves, create_graph=True)
+    (y,) = forward(module, x)
+    for a, b in zip(found, torch.autograd.grad(y.sum(), leaves)):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("kind,recipe", STATELESS)

@@ -45,7 +45,7 @@ def explain(module: torch.nn.Module, *inputs, **kwargs) -> Explanation:
         orientation; per tensor what is kept for backward, why, and by which formula.
 
     Raises:
-        TypeError: if ``module`` is no ``torch.nn.Module``.
+        TypeError: if ``module`` is no ``torch.nn.Module``, or if nothing is given to call it with.
         RuntimeError: inside of compiled code.
 
     Whatever the module raises passes through, with the state put back.

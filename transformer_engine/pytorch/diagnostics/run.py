@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from contextlib import nullcontext
 from typing import NamedTuple, Optional
@@ -40,6 +41,11 @@ def recorded(module: torch.nn.Module, inputs: tuple, kwargs: dict) -> Recorded:
             " and look at it. Call them outside, with the module or its compiled version."
         )
     root = unwrapped(module)
+    if not inputs and not kwargs and _takes_inputs(root):
+        raise TypeError(
+            "te.explain and te.memory_report run the module, so they need what it is called with:"
+            f" te.explain(module, x) for this {type(root).__name__}."
+        )
     inputs, kwargs = pytree.tree_map_only(Tensor, _leaf, (inputs, kwargs))
     recorder = Recorder(root)
     with unchanged(root), _eager(), recorder.watching():
@@ -50,6 +56,13 @@ def recorded(module: torch.nn.Module, inputs: tuple, kwargs: dict) -> Recorded:
         obstacle = _differentiate(recorder, outputs, (inputs, kwargs))
         after = None if obstacle else _held(recorder, owners)
         return Recorded(recorder, saved, total, after, obstacle)
+
+
+def _takes_inputs(module: torch.nn.Module) -> bool:
+    """Whether ``module()`` lacks an argument."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    needed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(p.kind in needed and p.default is p.empty for p in parameters)
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:

@@ -97,13 +97,15 @@ def _options(spec: QuantSpec, columnwise: bool) -> list:
 
 def recipe_words(recipe) -> str:
     """A recipe with those of its fields that differ from what they are by default."""
-    try:
-        default = type(recipe)()
-    except TypeError:  # a CustomRecipe has no default
-        return repr(recipe)
+    needed = {name for name in ("qfactory",) if hasattr(recipe, name)}  # what has no default
+    default = type(recipe)(**{name: getattr(recipe, name) for name in needed})
     names = [field.name for field in fields(recipe) if field.repr]
     pairs = [(name, getattr(recipe, name)) for name in names]
-    changed = [f"{name}={value!r}" for name, value in pairs if value != getattr(default, name)]
+    changed = [
+        f"{name}={value!r}"
+        for name, value in pairs
+        if name in needed or value != getattr(default, name)
+    ]
     return f"{type(recipe).__name__}({', '.join(changed)})"
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from types import FunctionType, SimpleNamespace
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..core.config import decode_config
 from ..backends.registry import force_backend
@@ -14,6 +13,7 @@ from ..core.delayed_scaling import record_backward, update_backward
 from ..core.ops import EAGER, is_plain, kernels, outside_autocast, through_dispatcher
 from ..core.plans import run_planned
 from ..core.wgrad import accumulate_fused, dummy_gradient
+from ..first_order import first_order_only
 from ..formats.layout import ScaleAndHistory
 from ..torch_version import is_exporting
 from .capability import forward_mode, function_transform
@@ -141,7 +141,7 @@ def _put_off(store, op, config: str, arguments, fused, device):
 
 
 # Second derivatives are refused instead of being computed with statistics held constant.
-_eager_backward = once_differentiable(_backward)
+_eager_backward = first_order_only(_backward)
 
 
 def _visible(op, outputs, want_norm_output: bool):

@@ -7,9 +7,9 @@ from typing import Any, List, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..core.delayed_scaling import update_backward
+from ..first_order import first_order_only
 from .scaling import UsedState
 from .weight_gradients import mark
 
@@ -76,7 +76,7 @@ class GraphedStep(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, *grads):
         unit, replay = ctx.unit, ctx.replay
         check_backward(unit, ctx.number)
