@@ -9,7 +9,7 @@ from typing import Callable
 import torch
 
 _MESSAGE = (
-    b"A gradient that a module of transformer_engine computed is being differentiated. These modules"
+    b"A gradient that a module of transformer_engine computed is being differentiated. The modules"
     b" can not be differentiated twice: backward uses kernels and quantized values, which have no"
     b" derivative. For second derivatives (gradient penalties, Hessians) use modules of torch.nn."
 )
