@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans (core/plans.py): an eager call that is run from its recording gives the same bits."""
 
+import contextlib
 import gc
 import weakref
 
@@ -16,8 +17,8 @@ from transformer_engine.common.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from transformer_engine.pytorch.backends.registry import force_backend
-from transformer_engine.pytorch.core import ops, plans
+from transformer_engine.pytorch.backends.registry import force_backend, forced_backends
+from transformer_engine.pytorch.core import ops, plan_keys, plans
 
 RECIPES = {
     "none": None,
@@ -253,6 +254,74 @@ def test_a_plan_that_another_thread_drops(device, monkeypatch):
     monkeypatch.setattr(plans, "_PLANS", Dropping(plans._PLANS))
     assert torch.equal(plans.run_planned(_cast, "", (), (x,))[0], want[0])
     assert not plans._PLANS
+
+
+@pytest.mark.parametrize("name", ("record_amax_", "record_and_update_"))
+def test_a_leaf_op_of_a_list(name, device):
+    """A registered leaf op that takes a list of tensors has a plan, for other tensors as well."""
+    op = getattr(torch.ops.transformer_engine, name).default
+    for step in range(6):
+        results = []
+        for run in (op, getattr(ops.EAGER, name)):
+            history, scale = torch.zeros(3, 4, device=device), torch.ones(4, device=device)
+            amaxes = [torch.full((1,), 2.0 + step + i, device=device) for i in range(2)]
+            if name == "record_amax_":
+                run(history, amaxes, [2, 0])
+            else:
+                run(history, scale, amaxes, [2, 0], 448.0, 0.0, "max")
+            results.append((history, scale))
+        assert torch.equal(results[0][0], results[1][0])
+        assert torch.equal(results[0][1], results[1][1])
+        assert results[0][0].max() == 3.0 + step
+    assert planned()
+
+
+class Subclass(torch.Tensor):
+    """A tensor that kernels can not be trusted to read."""
+
+
+def a_function(k):
+    """What a key is of."""
+    del k
+
+
+def test_keys_that_are_remembered(device, monkeypatch):
+    """A key that is remembered is the key that would be written, whatever differs."""
+    monkeypatch.setattr(plan_keys, "_KNOWN", {})
+    x, y = (torch.randn(16, 8, device=device) for _ in range(2))
+    flat = torch.randn(16 * 8 + 1, device=device)
+    calls = [
+        (x, None, y),
+        (x, y, None),
+        (None, x, y),
+        (x, y, y),
+        (x, None, None),
+        (None, None, x),
+        (x[:8], None, y),
+        (x.double(), None, y),
+        (x, None, y.requires_grad_()),
+        (x, None, torch.nn.Parameter(y)),
+        (flat[1:].view(16, 8), None, x),  # 4 bytes off
+        (x.t(), None, y),
+        (x.view(8, 16).t(), None, y),  # the same size, other strides
+        (x.as_subclass(Subclass), None, y),
+        (None, None, None),
+        (x, y),
+        (x.to("meta"), None, y),
+    ]
+    calls += [(x[:rows], None, None) for rows in range(1, 16)]  # more than are remembered
+    for static in ("a", "b"):
+        for forced in (False, True):
+            with force_backend("reference") if forced else contextlib.nullcontext():
+                for _ in range(2):
+                    for tensors in calls:
+                        kind = (a_function, static, len(tensors), *forced_backends())
+                        written = plan_keys._written(kind, tensors)
+                        assert plans._key(a_function, static, tensors) == written
+    assert plans._key(a_function, "a", calls[0]) is plans._key(a_function, "a", calls[0])
+    keys = [plans._key(a_function, "a", tensors) for tensors in calls[:8]]
+    assert len(set(keys)) == len(keys)
+    assert max(len(known) for known in plan_keys._KNOWN.values()) == plan_keys._MOST_OF_A_KIND
 
 
 @pytest.mark.parametrize("kind", ["linear", "mlp"])

@@ -196,6 +196,8 @@ def other_samples(device):
         yield "accumulate_", (tensor(device, N, K, dtype=torch.float32), tensor(device, N, K), add)
     yield "record_amax_", (history, [amax, amax], [0, 2])
     yield "delayed_scaling_update_", (history, scales(device, 3), 448.0, 0.0, "max")
+    both = (history, scales(device, 3), [amax, amax], [0, 2], 448.0, 0.0, "max")
+    yield "record_and_update_", both
 
 
 def leaf_samples(device):
@@ -369,8 +371,21 @@ def test_recomputing_module(recipe, device, monkeypatch):
         torch.library.opcheck(op.backward_op, args, test_utils=WITHOUT_AOT)
 
 
+WHOLE = ("none", "current", "delayed")
+
+
+@pytest.mark.parametrize("name,recipe", [case for case in CASES if case[1] in WHOLE])
+def test_ops_that_compiled_code_calls(name, recipe, device):
+    """The overload without autograd, of which compiled code takes care."""
+    torch.manual_seed(0)
+    device, op = torch.device(device), OPS[name]
+    args = module_sample(name, device, recipe, op.gradients)
+    args = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
+    torch.library.opcheck(getattr(torch.ops.transformer_engine, name).whole, args)
+
+
 def test_every_op_is_covered():
-    """No op of the library is missing from the two tests above."""
+    """No op of the library is missing from the tests above."""
     registered = {
         schema.name.split("::")[1]
         for schema in torch._C._jit_get_all_schemas()

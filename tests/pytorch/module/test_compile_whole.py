@@ -23,7 +23,8 @@ NAMES = {
     "RMSNorm": "normalization",
 }
 # Of weights, which are quantized beside the module op, and of the state of delayed scaling.
-BESIDE = {"quantize", "dequantize", "after", "record_amax_", "delayed_scaling_update_"}
+BESIDE = {"quantize", "dequantize", "after"}
+BESIDE |= {"record_amax_", "delayed_scaling_update_", "record_and_update_"}
 # The leaf ops that a module's own computation consists of.
 INSIDE = {"gemm", "norm_forward", "norm_backward", "activation_forward", "activation_backward"}
 DRAWING = ("nvfp4", "nvfp4_row_scaled", "nvfp4_four_over_six", "custom_two_formats")  # in backward
@@ -42,7 +43,10 @@ def counting(graphs):
             if "auto_functionalized" in str(node.target):
                 targets.append(node.args[0])
         names = [str(target) for target in targets if str(target).startswith(PACKAGE)]
-        names = [name.removeprefix(PACKAGE).removesuffix(".default") for name in names]
+        names = [
+            name.removeprefix(PACKAGE).removesuffix(".default").removesuffix(".whole")
+            for name in names
+        ]
         graphs.append(collections.Counter(names))
         return make_boxed_func(graph.forward)
 

@@ -287,13 +287,39 @@ def record_backward(
     history: Tensor, amaxes: Sequence[Optional[Tensor]], slots: Sequence[int]
 ) -> None:
     """As `record_forward`, for a history that is given as the tensor ``[length, n]`` itself."""
-    found = [amax for amax in amaxes if amax is not None]
+    found, used = _found(amaxes, slots)
     if found and not is_exporting():
-        used = [slot for amax, slot in zip(amaxes, slots) if amax is not None]
         if through_dispatcher():
             kernels().record_amax_(history, found, used)
         else:
             run_planned(_record, tuple(used), (used,), (history, *found))
+
+
+def _found(amaxes: Sequence[Optional[Tensor]], slots: Sequence[int]) -> tuple[list, list]:
+    """The amaxes that are there, and their slots."""
+    found = [amax for amax in amaxes if amax is not None]
+    return found, [slot for amax, slot in zip(amaxes, slots) if amax is not None]
+
+
+def finish_backward(
+    history: Tensor,
+    scale: Tensor,
+    amaxes: Sequence[Optional[Tensor]],
+    slots: Sequence[int],
+    rule: Union[str, UpdateRule, None],
+) -> None:
+    """`record_backward`, and `update_backward` unless ``rule`` is None: in a graph one op."""
+    if rule is not None and through_dispatcher() and not is_exporting():
+        found, used = _found(amaxes, slots)
+        how = decode_rule(rule)
+        if found and how.group == "" and not (how.unfused or how.recipe is not None):
+            kernels().record_and_update_(
+                history, scale, found, used, how.bwd_max, how.margin, how.algo
+            )
+            return
+    record_backward(history, amaxes, slots)
+    if rule is not None:
+        update_backward(history, scale, rule)
 
 
 def _record(k, slots: List[int], history: Tensor, *amaxes: Tensor) -> None:

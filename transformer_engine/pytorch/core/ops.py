@@ -56,25 +56,22 @@ SCHEMAS = {
     "record_amax_": "(Tensor(a!) history, Tensor[] amaxes, int[] slots) -> ()",
     "delayed_scaling_update_": "(Tensor(a!) history, Tensor(b!) scale, float fp8_max,"
     " float margin, str algo) -> ()",
+    "record_and_update_": "(Tensor(a!) history, Tensor(b!) scale, Tensor[] amaxes, int[] slots,"
+    " float fp8_max, float margin, str algo) -> ()",
 }
 
-# Leaf ops that a compiled graph calls often enough for a plan, with the places of their tensors.
-PLANNED = {
-    name: tuple(
-        i
-        for i, argument in enumerate(SCHEMAS[name].split(" -> ", maxsplit=1)[0][1:-1].split(", "))
-        if argument.startswith("Tensor")
-    )
-    for name in (
-        "quantize",
-        "norm_forward",
-        "norm_backward",
-        "activation_forward",
-        "activation_backward",
-        "bias_grad",
-        "delayed_scaling_update_",
-    )
-}
+# Leaf ops that compiled graphs call often enough for a plan: ``plans.py`` registers their bodies.
+PLANNED = (
+    "quantize",
+    "norm_forward",
+    "norm_backward",
+    "activation_forward",
+    "activation_backward",
+    "bias_grad",
+    "record_amax_",
+    "delayed_scaling_update_",
+    "record_and_update_",
+)
 
 
 def quantize(x, quant, *args):
@@ -249,6 +246,12 @@ def delayed_scaling_update_(history, scale, fp8_max, margin, algo):
     select(request).run(history, scale, fp8_max, margin, algo)
 
 
+def record_and_update_(history, scale, amaxes, slots, fp8_max, margin, algo):
+    """``record_amax_`` and ``delayed_scaling_update_``, one call of a compiled graph."""
+    record_amax_(history, amaxes, slots)
+    delayed_scaling_update_(history, scale, fp8_max, margin, algo)
+
+
 EAGER = SimpleNamespace(
     quantize=quantize,
     dequantize=dequantize,
@@ -266,6 +269,7 @@ EAGER = SimpleNamespace(
     release=release,
     record_amax_=record_amax_,
     delayed_scaling_update_=delayed_scaling_update_,
+    record_and_update_=record_and_update_,
 )
 
 
@@ -317,22 +321,14 @@ def _gemm_op(*args):
 _BODIES = {**vars(EAGER), "dequantize": _dequantize_by_name, "gemm": _gemm_by_name}
 
 
-def _run_leaf(name: str, *args):
-    """The body of a registered leaf op: no autograd, no ambient autocast, a plan if it has one."""
-    from .plans import run_leaf  # pylint: disable=import-outside-toplevel
-
-    return below_autograd(run_leaf, name, *args)
-
-
 for _name, _schema in SCHEMAS.items():
     _tags = (torch.Tag.pt2_compliant_tag,)
     if _name == "rng_state":
         _tags += (torch.Tag.nondeterministic_seeded,)
     LIBRARY.define(_name + _schema, tags=_tags)
-    _body = functools.partial(below_autograd, _BODIES[_name])
-    if _name in PLANNED:
-        _body = functools.partial(_run_leaf, _name)
-    LIBRARY.impl(_name, _body, "CompositeExplicitAutograd")
+    if _name not in PLANNED:
+        _body = functools.partial(below_autograd, _BODIES[_name])
+        LIBRARY.impl(_name, _body, "CompositeExplicitAutograd")
 
 GRAPH = SimpleNamespace(
     **{name: getattr(torch.ops.transformer_engine, name).default for name in SCHEMAS}

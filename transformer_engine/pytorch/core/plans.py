@@ -23,16 +23,13 @@ import torch
 from torch import Tensor
 
 from ..backends.recording import THREAD, Allocation, Launch, Zeros
-from ..backends.registry import forced_backends
 from ..formats.layout import ScaleAndHistory
 from . import ops
+from .plan_keys import captured, plan_key as _key
 
 _MOST = 512  # plans that are kept
 _PLANS: OrderedDict = OrderedDict()
 _SEEN, _REFUSED = object(), object()
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_SELECT = ops.select
-_LEAVES = dict(vars(ops.EAGER))
 
 
 def run_planned(function: Callable, static: Any, arguments: tuple, tensors: tuple) -> Any:
@@ -55,7 +52,7 @@ def run_planned(function: Callable, static: Any, arguments: tuple, tensors: tupl
         _PLANS[key] = _SEEN
         if len(_PLANS) > _MOST:
             _PLANS.popitem(last=False)
-    elif plan is _SEEN and not _captured(key[0]):
+    elif plan is _SEEN and not captured(key[0]):
         apart = _apart(tensors)
         if apart is not None:
             results, _PLANS[key] = _recorded(function, arguments, apart)
@@ -63,72 +60,43 @@ def run_planned(function: Callable, static: Any, arguments: tuple, tensors: tupl
     return function(ops.EAGER, *arguments, *tensors)
 
 
-def run_leaf(name: str, *args) -> Any:
-    """The leaf op called ``name`` of `ops.PLANNED`, by its plan once there is one."""
-    if not _undisturbed():
-        return _LEAVES[name](*args)
-    places = ops.PLANNED[name]
-    tensors = tuple(args[i] for i in places)
-    rest = tuple(arg for i, arg in enumerate(args) if i not in places)
-    return run_planned(_LEAF_FUNCTIONS[name], rest, (rest,), tensors)
+def _leaf_body(name: str, schema: str) -> Callable:
+    """The body of a registered leaf op: no autograd, no ambient autocast, a plan once there is one.
 
-
-def _leaf_function(name: str, places: tuple) -> Callable:
-    """A leaf op as a function that can have a plan."""
-
-    def function(k, rest: tuple, *tensors):
-        others, given = iter(rest), iter(tensors)
-        count = len(rest) + len(tensors)
-        return getattr(k, name)(*[next(given if i in places else others) for i in range(count)])
-
-    return function
-
-
-_LEAF_FUNCTIONS = {name: _leaf_function(name, places) for name, places in ops.PLANNED.items()}
-
-
-def _key(function: Callable, static: Any, tensors: tuple) -> Optional[tuple]:
-    """What the steps depend on; None where nothing may be taken for granted."""
-    if not (isinstance(function, FunctionType) and _undisturbed()):
-        return None
-    key = [function, static, *forced_backends()]
-    devices = set()
-    for tensor in tensors:
-        if tensor is None:
-            key.append(None)
-        elif type(tensor) in _PLAIN and tensor.is_contiguous():
-            key += (tensor.shape, tensor.dtype, tensor.data_ptr() % 16 == 0)
-            devices.add(tensor.get_device())
+    Two functions are written out for the schema: one takes arguments apart into tensors and the
+    rest, which is hashable, the other one calls the leaf op with them. A list of tensors comes
+    after all other tensors.
+    """
+    names, tensors, rest, call = [], [], [], []
+    for argument in schema.split(" -> ", maxsplit=1)[0][1:-1].split(", "):
+        names.append(argument.split()[1])
+        if argument.startswith("Tensor[]"):
+            call.append(f"[*tensors[{len(tensors)}:]]")
+            tensors.append(f"*{names[-1]}")
+        elif argument.startswith("Tensor"):
+            call.append(f"tensors[{len(tensors)}]")
+            tensors.append(names[-1])
         else:
-            return None
-    if len(devices) != 1:
-        return None  # let the leaf ops say what is wrong
-    device = devices.pop()
-    if device >= 0 and (device != torch._C._cuda_getDevice() or _profiled()):
-        return None
-    return (device, *key)
-
-
-def _undisturbed() -> bool:
-    """Whether leaf ops and backends are the package's own, and no transform is at work."""
-    return (
-        ops.select is _SELECT
-        and vars(ops.EAGER) == _LEAVES
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch.autograd.forward_ad._current_level < 0
+            call.append(f"rest[{len(rest)}]")
+            rest.append(f"tuple({names[-1]})" if "[]" in argument else names[-1])
+    source = (
+        f"def split({', '.join(names)}):\n return ({''.join(t + ', ' for t in tensors)}),"
+        f" ({''.join(r + ', ' for r in rest)})\n"
+        f"def {name}(k, rest, *tensors):\n return k.{name}({', '.join(call)})"
     )
+    scope: dict = {}
+    exec(compile(source, f"<{name}>", "exec"), scope)  # pylint: disable=exec-used
+    split, function = scope["split"], scope[name]
+
+    def body(*args):
+        given, others = split(*args)
+        return ops.below_autograd(run_planned, function, others, (others,), given)
+
+    return body
 
 
-def _captured(device: int) -> bool:
-    """Whether a CUDA graph is being captured, which would keep forever what a recording keeps."""
-    return device >= 0 and torch._C._cuda_isCurrentStreamCapturing()
-
-
-def _profiled() -> bool:
-    """Whether a profiler wants to be told of launches by Triton itself."""
-    from ..backends.triton.launch import watched  # pylint: disable=import-outside-toplevel
-
-    return watched()
+for _name in ops.PLANNED:
+    ops.LIBRARY.impl(_name, _leaf_body(_name, ops.SCHEMAS[_name]), "CompositeExplicitAutograd")
 
 
 def _apart(tensors: tuple) -> Optional[tuple]:
@@ -292,8 +260,9 @@ class _Recording:
         if isinstance(value, ScaleAndHistory):
             given = [self._argument(item, used) for item in value]
             return f"{self._constant(ScaleAndHistory)}({', '.join(given)})"
-        if isinstance(value, list):
-            return f"[{', '.join(self._argument(item, used) for item in value)}]"
+        if isinstance(value, (list, tuple)):
+            items = "".join(f"{self._argument(item, used)}, " for item in value)
+            return f"[{items}]" if isinstance(value, list) else f"({items})"
         return self._constant(value)
 
     def _name(self, tensor: Tensor) -> str:

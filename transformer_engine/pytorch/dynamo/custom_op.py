@@ -61,9 +61,8 @@ class ModuleOp:
 
 def _registered(name: str, function: Callable, arguments: str, results: str) -> Callable:
     """Define one op whose every reading is ``function(k, config, *tensors)``."""
-    LIBRARY.define(
-        f"{name}({arguments}, str config) -> ({results})", tags=(torch.Tag.pt2_compliant_tag,)
-    )
+    schema = f"({arguments}, str config) -> ({results})"
+    backward = name.endswith("_backward")
 
     def run(*args):
         config = args[-1]
@@ -74,17 +73,21 @@ def _registered(name: str, function: Callable, arguments: str, results: str) -> 
 
     def functionalize(mode, func, types, args, kwargs):
         if stays_whole(name, *args):
-            return mode.__torch_dispatch__(func, types, args, kwargs)
+            return mode.__torch_dispatch__(func if backward else packet.whole, types, args, kwargs)
         with mode:
             return trace(*args, **(kwargs or {}))
 
-    qualified = f"transformer_engine::{name}"
-    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(qualified, trace, lib=LIBRARY)
+    # Compiled code calls an overload without a rule for autograd: the rule, which it does not need,
+    # takes as long as the call itself.
+    for overload in (name,) if backward else (name, f"{name}.whole"):
+        LIBRARY.define(overload + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.impl(overload, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"transformer_engine::{overload}", trace, lib=LIBRARY)
     torch.library.register_torch_dispatch(
-        qualified, FunctionalTensorMode, functionalize, lib=LIBRARY
+        f"transformer_engine::{name}", FunctionalTensorMode, functionalize, lib=LIBRARY
     )
-    return getattr(torch.ops.transformer_engine, name).default
+    packet = getattr(torch.ops.transformer_engine, name)
+    return packet.default
 
 
 def stays_whole(name: str, *args) -> bool:

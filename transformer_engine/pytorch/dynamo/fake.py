@@ -181,6 +181,7 @@ FAKES = {
     "requantize_": _nothing,
     "record_amax_": _nothing,
     "delayed_scaling_update_": _nothing,
+    "record_and_update_": _nothing,
 }
 
 for _leaf in vars(GRAPH):

@@ -9,7 +9,7 @@ import torch
 
 from ..core.config import decode_config
 from ..backends.registry import force_backend
-from ..core.delayed_scaling import record_backward, update_backward
+from ..core.delayed_scaling import finish_backward
 from ..core.ops import EAGER, is_plain, kernels, outside_autocast, through_dispatcher
 from ..core.plans import run_planned
 from ..core.wgrad import accumulate_fused, dummy_gradient
@@ -107,9 +107,8 @@ def _backward(ctx, *grads):
         results = list(results)
         accumulate_fused(ctx.fused, ctx.main_grads, results)
     if ctx.bwd_history is not None:
-        record_backward(ctx.bwd_history, results[len(results) - op.amaxes :], ctx.slots)
-        if ctx.rule is not None:
-            update_backward(ctx.bwd_history, ctx.bwd_scale, ctx.rule)
+        amaxes = results[len(results) - op.amaxes :]
+        finish_backward(ctx.bwd_history, ctx.bwd_scale, amaxes, ctx.slots, ctx.rule)
     grads = [None if i is None else results[i] for i in op.gradient_index]
     return (*(None,) * 10, *grads, *(None,) * len(ctx.main_grads))
 
