@@ -6,8 +6,10 @@ import gc
 import pytest
 import torch
 from compile_support import K, assert_same_bits, build, gradient, random, recipe_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import CustomRecipe
 from transformer_engine.pytorch.core import ops
 from transformer_engine.pytorch.dynamo.module_function import ModuleFunction
 
@@ -64,6 +66,13 @@ def test_retained_graph(name, device):
             assert_same_bits(a, c, "third")
 
 
+def assert_unchanged(seen):
+    """Each pair is a tensor and a copy of it that was made earlier."""
+    for tensor, copy in seen:
+        assert tensor.untyped_storage().nbytes() >= tensor.nbytes, "freed"
+        assert_same_bits(tensor, copy, "seen")
+
+
 def test_hooks_keep_what_they_saw(device):
     """Tensors that saved-tensor hooks have seen stay as they are."""
     module = build("LayerNormMLP", device)
@@ -77,8 +86,68 @@ def test_hooks_keep_what_they_saw(device):
         y = module(random(ROWS, K, device=device).requires_grad_())
     y.backward(gradient(y))
     assert len(seen) > 5
-    for tensor, copy in seen:
-        assert_same_bits(tensor, copy, "saved")
+    assert_unchanged(seen)
+
+
+class Collecting(TorchDispatchMode):
+    """Keeps what ops make."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        tensors = [t for t in torch.utils._pytree.tree_leaves(results) if torch.is_tensor(t)]
+        self.seen += [(t, t.clone()) for t in tensors if not func.is_view]
+        return results
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "delayed"])
+def test_dispatch_modes_keep_what_they_saw(name, device):
+    """Tensors that a dispatch mode has seen during forward stay as they are (delayed scaling has a
+    state that changes in place)."""
+    module, collecting = build("LayerNormMLP", device, recipe=name), Collecting()
+    x = random(ROWS, K, device=device).requires_grad_()
+    with collecting:
+        y = forward(module, recipe_of(name), x)
+    y.backward(gradient(y))
+    shapes = [tensor.shape for tensor, _ in collecting.seen]
+    assert (ROWS, module.fc2_weight.shape[1]) in shapes
+    assert_unchanged(collecting.seen)
+
+
+class Noting(te.Quantizer):
+    """Rounds to eighths, and keeps what it was given and what it made."""
+
+    def __init__(self, seen):
+        super().__init__(rowwise=True, columnwise=True)
+        self.seen = seen
+
+    def quantize_impl(self, tensor):
+        result = torch.round(tensor * 8) / 8
+        self.seen += [(tensor, tensor.clone()), (result, result.clone())]
+        return result
+
+    def update_quantized(self, src, dst, *, noop_flag=None):
+        raise AssertionError("nothing is quantized in place")
+
+    def make_empty(self, shape, **options):
+        raise AssertionError("nothing is allocated")
+
+
+@pytest.mark.parametrize("override", (None, "high_precision", "dequantized"))
+@pytest.mark.parametrize("rows", (1, ROWS))
+def test_quantizers_of_users_keep_what_they_saw(rows, override, device):
+    """Their arguments and results stay as they are."""
+    seen = []
+    recipe = CustomRecipe(lambda role: Noting(seen), backward_override=override)
+    y = forward(
+        build("LayerNormMLP", device), recipe, random(rows, K, device=device).requires_grad_()
+    )
+    y.backward(gradient(y))
+    assert len(seen) >= 8  # inputs and weights
+    assert_unchanged(seen)
 
 
 def test_put_off_weight_gradients(device):

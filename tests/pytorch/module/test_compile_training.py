@@ -5,9 +5,11 @@ autograd; beside an eager copy, compared bit by bit.
 
 import contextlib
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -155,6 +157,26 @@ def test_compiled_autograd(kind, recipe, device):
         getattr(model, WEIGHT[kind]).register_hook(lambda grad: grad * 2)
     with torch._dynamo.config.patch(compiled_autograd=True):
         train_with_compiled_backward(pair, device)
+
+
+@trained_feature("compiled autograd", modes=("eager",))
+@pytest.mark.parametrize("kind, recipe", AUTOGRAD_CASES)
+def test_compiled_autograd_of_eager_calls(kind, recipe, device):
+    """A backward pass is compiled, as one graph, whose forward pass was not."""
+    pair = Pair(build(kind, device, recipe=recipe), recipe)
+    whole = torch.compile(fullgraph=True, backend="aot_eager")
+    for seed in range(2):
+        results = []
+        for model, backward in zip(pair.models, (compiled_autograd._enable(whole), nullcontext())):
+            x = random(32, K, device=device, seed=seed).requires_grad_()
+            torch.manual_seed(DRAWS)
+            y = with_recipe(model, x, pair.recipe)
+            with backward:
+                y.backward(gradient(y, seed=seed))
+            results.append(x.grad)
+        assert_equal(results, "input gradient")
+        assert_same_modules(*pair.models)
+    assert counters["compiled_autograd"]["captures"] >= 1
 
 
 def train_with_compiled_backward(pair, device):

@@ -307,6 +307,18 @@ def test_create_graph_alone(kind, device):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("kind,recipe", CASES)
+def test_batches_of_gradients_are_refused(kind, recipe, device):
+    """The error says what to do instead, which works: nothing is lost or changed by then."""
+    module, x = build(kind, device), random(ROWS, K, device=device, grad=True)
+    (other,), (y,) = [forward(m, x, RECIPES[recipe]()) for m in (copy.deepcopy(module), module)]
+    (want,) = torch.autograd.grad(other, x, y.detach())
+    with pytest.raises(RuntimeError, match="one gradient at a time"):
+        torch.autograd.grad(y, x, torch.stack([y, y]).detach(), None, True, is_grads_batched=True)
+    (got,) = torch.autograd.grad(y, x, y.detach())
+    assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("kind,recipe", STATELESS)
 @pytest.mark.parametrize("use_reentrant", (False, True))
 def test_torch_checkpoint(kind, recipe, use_reentrant, device):

@@ -12,6 +12,7 @@ from ..backends.registry import force_backend
 from ..core.delayed_scaling import finish_backward
 from ..core.ops import EAGER, is_plain, kernels, outside_autocast, through_dispatcher
 from ..core.plans import run_planned
+from ..core.python_quantizers import runs_user_code
 from ..core.wgrad import accumulate_fused, dummy_gradient
 from ..first_order import first_order_only
 from ..formats.layout import ScaleAndHistory
@@ -24,6 +25,13 @@ _FREED = (
     "This call of LayerNormMLP has begun its backward pass before, which freed the activations that"
     " the forward pass had kept. Run the forward pass again; a backward pass that is to run twice"
     " needs retain_graph=True the first time."
+)
+
+_NO_BATCHES = (
+    "torch.autograd.grad(is_grads_batched=True), which torch.autograd.functional.jacobian and"
+    " hessian call with vectorize=True, is not supported: kernels know no batches of gradients."
+    " Call torch.autograd.grad for one gradient at a time, with retain_graph=True, or leave"
+    " vectorize out."
 )
 
 
@@ -68,7 +76,7 @@ class ModuleFunction(torch.autograd.Function):
         ctx.folds = fwd_history is not None
         # Plain attributes as well: other backwards add to the same destinations.
         ctx.fused, ctx.main_grads, ctx.store = fused, main_grads, store
-        ctx.frees = name in _FREES and store is None and _nobody_watches_saved_tensors()
+        ctx.frees = name in _FREES and store is None and _nobody_else_sees(config)
         ctx.freed = False
         # Compiled code always hands over a gradient, so the description of y is not needed there.
         compiling = torch.compiler.is_compiling()
@@ -86,6 +94,8 @@ class ModuleFunction(torch.autograd.Function):
 
 def _backward(ctx, *grads):
     op = OPS[ctx.name]
+    if not torch.compiler.is_compiling():
+        _refuse_batches(grads)
     saved = ctx.saved_tensors  # raises where torch has freed them
     if ctx.freed:
         raise RuntimeError(_FREED)
@@ -113,16 +123,30 @@ def _backward(ctx, *grads):
     return (*(None,) * 10, *grads, *(None,) * len(ctx.main_grads))
 
 
-def _nobody_watches_saved_tensors() -> bool:
-    """Whether what is saved now reaches backward as it is, not through hooks that may keep it."""
-    if torch.compiler.is_compiling():
+def _nobody_else_sees(config: str) -> bool:
+    """Whether nobody but backward can hold what the running forward pass makes for it.
+
+    Dispatch modes are shown all tensors, hooks what is saved, and quantizers that users write what
+    they quantize; any of them may keep it.
+    """
+    if through_dispatcher() or runs_user_code(config):
         return False
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def _graph_is_kept() -> bool:
-    """Whether the running backward pass has ``retain_graph=True``."""
+    """Whether the running backward pass has ``retain_graph=True``, or is compiled."""
+    if torch.compiler.is_compiling():  # compiled autograd: its graph does not free
+        return True
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def _refuse_batches(grads) -> None:
+    """``torch.autograd.grad(is_grads_batched=True)`` calls backward with tensors that have no
+    memory.
+    """
+    if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in grads):
+        raise RuntimeError(_NO_BATCHES)
 
 
 def _put_off(store, op, config: str, arguments, fused, device):
