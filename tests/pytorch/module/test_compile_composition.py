@@ -6,6 +6,7 @@ Every model is trained beside an eager copy, and everything is compared bit by b
 
 import copy
 
+import pytest
 import torch
 from torch.nn.utils import parametrizations, parametrize
 
@@ -29,6 +30,8 @@ from composition_support import (
     square,
     trained_feature,
 )
+
+import transformer_engine.pytorch as te
 
 # --- weights -------------------------------------------------------------------------------------
 
@@ -77,6 +80,17 @@ def test_tied_weights(kind, recipe, device):
         assert len(list(tied.parameters())) == separate - 1
     (weight,) = {id(getattr(layer, name)): getattr(layer, name) for layer in model}.values()
     assert weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("recipe", ("none", "current", "delayed", "mxfp8"))
+def test_one_parameter_as_both_weights(recipe, device):
+    """Of a square LayerNormMLP; and one bias for both. Dynamo takes no tensor twice."""
+    module = te.LayerNormMLP(K, K, params_dtype=torch.bfloat16, device=device)
+    module.fc2_weight, module.fc2_bias = module.fc1_weight, module.fc1_bias
+    pair = Pair(module, recipe)
+    pair.train(device)
+    for model in pair.models:
+        assert model.fc1_weight is model.fc2_weight and model.fc1_weight.grad.abs().max() > 0
 
 
 class Scaled(torch.nn.Module):

@@ -228,6 +228,20 @@ def _refuse_transforms(config: str, train: bool) -> None:
         raise RuntimeError(NO_TRANSFORM)
 
 
+def _distinct(tensors, count: int) -> tuple:
+    """``tensors``, of which the first ``count`` are distinct objects.
+
+    Dynamo of torch 2.13 refuses a Function that is given a tensor twice, as when both weights of a
+    LayerNormMLP are one parameter. A view is another object, whose gradient is added as well.
+    """
+    distinct: list = []
+    for tensor in tensors[:count]:
+        if tensor is not None and any(tensor is other for other in distinct):
+            tensor = tensor.view_as(tensor)
+        distinct.append(tensor)
+    return (*distinct, *tensors[count:])
+
+
 def run_module_op(
     name: str,
     config: str,
@@ -254,6 +268,8 @@ def run_module_op(
     # An exported program holds the op itself, which has its own autograd: export would lose that of
     # a Function (strict), or trace what it saves.
     if train and not is_exporting():
+        if torch.compiler.is_compiling():
+            tensors = _distinct(tensors, len(OPS[name].gradients))
         return ModuleFunction.apply(
             name, config, want, fwd_history, *bwd_state, fused, store, *tensors, *main_grads
         )
