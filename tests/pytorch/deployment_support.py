@@ -76,7 +76,14 @@ def te_ops(program):
 
 def python(script, *arguments, **environment):
     """Run a script in a fresh process whose path holds only the package; returns its output."""
-    done = subprocess.run(
+    done = process(script, *arguments, **environment)
+    assert done.returncode == 0, f"exit status {done.returncode}: {done.stderr[-3000:]}"
+    return done.stdout
+
+
+def process(script, *arguments, **environment):
+    """What a script did in a fresh process whose path holds only the package."""
+    return subprocess.run(
         [sys.executable, "-c", script, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
         cwd=os.sep,  # "-c" puts the working directory first on the path
@@ -84,5 +91,3 @@ def python(script, *arguments, **environment):
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout

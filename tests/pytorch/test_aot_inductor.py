@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 
-from deployment_support import Recipe, exported, python
+from deployment_support import BATCH, Recipe, exported, process
 from compile_support import K, assert_same_bits, build, random
 from recipe_list import recipe_of
 
@@ -26,6 +26,26 @@ with torch.no_grad():
     torch.save([run(x) for x in torch.load(folder + "/x.pt")], folder + "/y.pt")
 print("done")
 """
+
+
+def package(program, folder):
+    """Compile a program to ``model.pt2``."""
+    torch._inductor.aoti_compile_and_package(
+        program,
+        package_path=str(folder / "model.pt2"),
+        inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},  # half the time
+    )
+
+
+def torch_fails_itself(device, folder):
+    """Whether a package of modules of torch ends the process that loads it, too."""
+    model = torch.nn.Sequential(torch.nn.Linear(K, 48), torch.nn.GELU())
+    model = model.to(device, torch.bfloat16)
+    inputs = [random(24, K, device=device)]
+    with torch.no_grad():
+        package(torch.export.export(model, (inputs[0],), dynamic_shapes=({0: BATCH},)), folder)
+    torch.save(inputs, folder / "x.pt")
+    return process(LOADING, folder).returncode < 0
 
 
 class EveryRecipe(torch.nn.Module):
@@ -51,14 +71,13 @@ def test_package_in_a_fresh_process(device, tmp_path):
     inputs = [random(rows, K, device=device, seed=rows) for rows in (24, 80)]
     with torch.no_grad():
         program = exported(model, random(32, K, device=device))
-        torch._inductor.aoti_compile_and_package(
-            program,
-            package_path=str(tmp_path / "model.pt2"),
-            inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},  # half the time
-        )
+        package(program, tmp_path)
         wanted = [model(x) for x in inputs]
     torch.save(inputs, tmp_path / "x.pt")
-    assert python(LOADING, tmp_path).endswith("done\n")
+    done = process(LOADING, tmp_path)
+    if done.returncode < 0 and torch_fails_itself(device, tmp_path):
+        pytest.skip("packages of torch.nn.Linear end the process here, too: torch can load none")
+    assert done.stdout.endswith("done\n"), f"exit status {done.returncode}: {done.stderr[-3000:]}"
     for outputs, expected in zip(torch.load(tmp_path / "y.pt"), wanted):
         for recipe, a, b in zip(RECIPES, outputs, expected):
             assert_same_bits(a, b, f"{recipe}, {a.shape[0]} rows")
