@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 from transformer_engine.pytorch.core import plans
 from transformer_engine.pytorch.dynamo import custom_op
