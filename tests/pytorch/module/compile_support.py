@@ -221,8 +221,10 @@ def recorded_runs(monkeypatch):
     """A list that gets ``(op, arguments, results)`` of each eager run of a module op."""
     calls, run = [], module_function._run
 
-    def record(registered, function, config, tensors, history=None):
-        del history  # without it amaxes are results, as the registered op returns them
+    def record(registered, function, config, tensors, history=None, free=False):
+        # Without the history amaxes are results, as the registered op returns them; and what is
+        # recorded here is not to be freed.
+        del history, free
         results = run(registered, function, config, tensors)
         calls.append((registered, (*tensors, config), results))
         return results
