@@ -370,7 +370,8 @@ def test_compiled(kind, norm, recipe, shape, where, want, monkeypatch):
         forward = twins.forward(random(rows, width), RECIPES[recipe]())
         recorder.backward = True
         forward.backward()
-    assert sorted(strings) == sorted(recorder.strings()) and strings
+    # Of eager, and of the graph when it ran.
+    assert sorted(2 * strings) == sorted(recorder.strings()) and strings
     assert graphs() == 1
 
 
