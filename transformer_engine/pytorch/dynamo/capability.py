@@ -70,7 +70,8 @@ def compile_obstacle(module, inp, *args, **kwargs) -> str:
         return "torch.func transforms (grad, vjp, vmap, ...) have no rule for the module ops."
     # Of a compiled forward pass compiled autograd loses the tensors that backward changes (torch
     # 2.11, 2.13).
-    changes = delayed_scaling.REGION.rule != "" or getattr(module, "fuse_wgrad_accumulation", False)
+    fused = getattr(module, "fuse_wgrad_accumulation", None)  # None: a norm, whatever the recipe
+    changes = fused or (fused is not None and delayed_scaling.REGION.rule != "")
     if changes and torch.is_grad_enabled() and compiled_autograd():
         return (
             "compiled autograd passes on no tensors that a compiled backward pass changes:"
