@@ -148,12 +148,21 @@ def _per_tensor_why_not(request: Request) -> str:
     return ""
 
 
-def _block_why_not(request: Request) -> str:
+def _not_both_blocks(request: Request) -> str:
+    """Why no row for scales of 128 values takes these operands; empty if one may."""
     if not request.quant:
         return "the operands are not quantized"
     a, b = _kinds(request)
     if not a.kind == b.kind == "block":
         return "the operands do not both have scales of 128 values"
+    return ""
+
+
+def _block_why_not(request: Request) -> str:
+    reason = _not_both_blocks(request)
+    if reason:
+        return reason
+    a, b = _kinds(request)
     if capability_of(request.device)[0] != 9:
         return "cuBLASLt multiplies operands with scales of 128 values on Hopper only"
     if _cuda_version() < (12, 9):
@@ -168,11 +177,9 @@ def _block_why_not(request: Request) -> str:
 
 
 def _triton_block_why_not(request: Request) -> str:
-    if not request.quant:
-        return "the operands are not quantized"
-    a, b = _kinds(request)
-    if not a.kind == b.kind == "block":
-        return "the operands do not both have scales of 128 values"
+    reason = _not_both_blocks(request)
+    if reason:
+        return reason
     if capability_of(request.device)[0] != 9:
         return "the Triton kernel for scales of 128 values is made for Hopper GPUs"
     if request.alignment < 16:

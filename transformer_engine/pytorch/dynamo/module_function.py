@@ -89,13 +89,12 @@ class ModuleFunction(torch.autograd.Function):
     def backward(ctx, *grads):
         if torch.compiler.is_compiling():
             return _backward(ctx, *grads)
+        _refuse_batches(grads)
         return _eager_backward(ctx, *grads)
 
 
 def _backward(ctx, *grads):
     op = OPS[ctx.name]
-    if not torch.compiler.is_compiling():
-        _refuse_batches(grads)
     saved = ctx.saved_tensors  # raises where torch has freed them
     if ctx.freed:
         raise RuntimeError(_FREED)
