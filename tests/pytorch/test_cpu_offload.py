@@ -444,6 +444,20 @@ def test_start_offload_of_what_is_not_saved(device):
 # --- with other things ----------------------------------------------------------------------------
 
 
+def offloaded_steps(plain, layers, recipe, device):
+    """Steps of both, with the same results; yields what was moved of each of ``layers``."""
+    context, sync = enabled()
+    for seed in range(2):
+        x, y = given(device, seed), given(device, seed)
+        wanted = forward(plain, x, recipe)
+        tested = forward(layers, y, recipe, context, sync)
+        copies = offloaded(context)
+        assert all(copies[:2]) and not any(copies[2:])
+        yield copies
+        assert_same([tested], [wanted])
+        assert_same(gradients(layers, y, tested), gradients(plain, x, wanted))
+
+
 @trained_feature(
     "activation offload", modes=("compiled",), modules=("LayerNormLinear", "LayerNormMLP")
 )
@@ -455,18 +469,10 @@ def test_compiled_layers(recipe, primary, device):
     layers, recipe = copy.deepcopy(plain), recipe_of(recipe)
     for layer in layers:
         layer.compile(fullgraph=True, backend="aot_eager")
-    context, sync = enabled()
-    for seed in range(2):
-        x, y = given(device, seed), given(device, seed)
-        wanted = forward(plain, x, recipe)
-        tested = forward(layers, y, recipe, context, sync)
-        copies = offloaded(context)
-        assert all(copies[:2]) and not any(copies[2:])
+    for copies in offloaded_steps(plain, layers, recipe, device):
         assert (WIDE, WIDE) not in [shape for shape, dtype in copies[0] if dtype == BF16]
         if primary:  # the bytes of its weight: [64, 32], of the input [64, 16]
             assert (WIDE, WIDE // 2) not in [shape for shape, _ in copies[0]]
-        assert_same([tested], [wanted])
-        assert_same(gradients(layers, y, tested), gradients(plain, x, wanted))
 
 
 @trained_feature("activation offload", modules=("Linear",))
@@ -482,14 +488,7 @@ def test_linear_layers(recipe, compiled, device):
     if compiled:
         for layer in layers:
             layer.compile(fullgraph=True, backend="aot_eager")
-    context, sync = enabled()
-    for seed in range(2):
-        x, y = given(device, seed), given(device, seed)
-        wanted = forward(plain, x, recipe)
-        tested = forward(layers, y, recipe, context, sync)
-        assert all(offloaded(context)[:2]) and not any(offloaded(context)[2:])
-        assert_same([tested], [wanted])
-        assert_same(gradients(layers, y, tested), gradients(plain, x, wanted))
+    assert len(list(offloaded_steps(plain, layers, recipe, device))) == 2
 
 
 def test_inside_of_a_graph(device):
